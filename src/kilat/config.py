@@ -1,0 +1,43 @@
+"""The environment variables that kilat reads; no other file reads one.
+
+| variable | meaning |
+| --- | --- |
+| `KILAT_CACHE_DIR` | folder of compiled kernels; default `$XDG_CACHE_HOME/kilat`, else `~/.cache/kilat` |
+| `KILAT_CPU_ISA` | instruction set of the CPU kernels, one of `CPU_ISAS`; default the best one that the machine has |
+| `KILAT_CHECK_VALUES` | 1 checks lengths, offsets, page tables that live on a GPU, which stalls its stream; default 0 |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CPU_ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
+"""Instruction sets that CPU kernels are written for, the fastest first."""
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels; it need not exist."""
+    if chosen := os.environ.get("KILAT_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "kilat"
+    return Path(os.path.expanduser("~")) / ".cache" / "kilat"
+
+
+def cpu_isa() -> str | None:
+    """The instruction set asked for, or None for the best; raises ValueError for a name that is not in `CPU_ISAS`."""
+    name = os.environ.get("KILAT_CPU_ISA", "").strip().lower()
+    if not name:
+        return None
+    if name not in CPU_ISAS:
+        raise ValueError(f"KILAT_CPU_ISA must be one of {', '.join(CPU_ISAS)} (unset it for the best); got {name!r}")
+    return name
+
+
+def check_values() -> bool:
+    """Whether values inside GPU tensors are checked; raises ValueError for anything but 0 and 1."""
+    text = os.environ.get("KILAT_CHECK_VALUES", "").strip()
+    if text not in ("", "0", "1"):
+        raise ValueError(f"KILAT_CHECK_VALUES must be 0 or 1; got {text!r}")
+    return text == "1"
