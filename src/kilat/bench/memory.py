@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+Job = TypeVar("Job")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -99,3 +103,18 @@ def available_bytes() -> int | None:
     if allowed.exists() and used.exists() and allowed.read_text().strip().isdigit():
         limit = min(limit, int(allowed.read_text()) - int(used.read_text()))
     return max(0, limit)
+
+
+def in_fresh_process(call: Callable[[Job], T], job: Job, what: str) -> T:
+    """Run `call(job)` in a new interpreter and return what it returns; both travel by pickling.
+
+    A fresh process gives everyone a cold allocator and the whole machine. Raises RuntimeError naming `what` if the
+    process dies, as it does when memory runs out; what the call itself raises is raised here.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(call, job).result()
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                f"the process for {what} ended early, most likely out of memory; try a smaller length"
+            ) from error

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kilat.bench.memory import measure_peak, return_freed_memory
+from kilat.bench.memory import in_fresh_process, measure_peak, return_freed_memory
 from kilat.bench.oracle import forward_rows, max_error, sample_rows
 from kilat.demo.model import ATTENTION, AttentionFunction, ByteTransformer, ModelConfig, next_byte_loss, rotary_angles
 
@@ -147,18 +144,10 @@ def _run(job: _Job) -> LongRun:
 def run_long(name: str, model: ByteTransformer, tokens: Tensor, *, first_layer_only: bool = False) -> LongRun:
     """Run the model over int64 tokens `[1, length + 1]` in a fresh process with the attention of that name.
 
-    A fresh process gives everyone a cold allocator and the whole machine. Raises RuntimeError if the process dies, as
-    it does when memory runs out.
+    Raises RuntimeError if the process dies, as it does when memory runs out.
     """
     job = _Job(name, model.config, model_weights(model), tokens.numpy(), torch.get_num_threads(), first_layer_only)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_run, job).result()
-        except BrokenProcessPool as error:
-            raise RuntimeError(
-                f"the process that ran {name} over {tokens.shape[1] - 1} bytes ended early, most likely out of memory; "
-                "try a smaller --length"
-            ) from error
+    return in_fresh_process(_run, job, f"{name} over {tokens.shape[1] - 1} bytes")
 
 
 def naive_length(available: int, num_heads: int, longest: int) -> int:
