@@ -4,205 +4,37 @@ Types are `Type(elem, lanes)`, values are immutable SSA `Value`s, and a `Functio
 conditions, mutable `Var`s that LLVM turns back into registers). Pointers are byte addressed: `p.at(offset)`.
 Arithmetic on values follows the element type, and a Python number takes the type of its partner.
 `//` and `%` truncate as the hardware does; `fdiv` floors. Nothing here is contracted or reordered behind the caller's
-back: a fused multiply-add is written `f.fma(a, b, c)`.
+back: a fused multiply-add is written `f.fma(a, b, c)`. A worked example stands in docs/emitter.md.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Union
 
-_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64}
-_FLOATS = ("half", "bfloat", "float", "double")
+from kilat.backends.cpu.emit_types import BF16, F16, F32, F64, I1, I8, I16, I32, I64, PTR, VOID, Type, literal
+from kilat.backends.cpu.emit_value import Operand, Value, Var
 
-
-@dataclass(frozen=True)
-class Type:
-    """An LLVM type: an element, and a number of lanes (0 for a scalar)."""
-
-    elem: str
-    lanes: int = 0
-
-    def __str__(self) -> str:
-        return f"<{self.lanes} x {self.elem}>" if self.lanes else self.elem
-
-    @property
-    def is_float(self) -> bool:
-        return self.elem in _FLOATS
-
-    @property
-    def bytes(self) -> int:
-        """Size in memory of the whole value."""
-        return max(self.lanes, 1) * (8 if self.elem == "ptr" else _BITS[self.elem] // 8)
-
-    @property
-    def scalar(self) -> Type:
-        return Type(self.elem)
-
-    @property
-    def suffix(self) -> str:
-        """The mangled name that overloaded intrinsics carry: v16f32, i64."""
-        short = {"half": "f16", "bfloat": "bf16", "float": "f32", "double": "f64"}.get(self.elem, self.elem)
-        return f"v{self.lanes}{short}" if self.lanes else short
-
-    def vec(self, lanes: int) -> Type:
-        return Type(self.elem, lanes)
-
-    def like(self, elem: Type) -> Type:
-        """The same number of lanes of another element."""
-        return Type(elem.elem, self.lanes)
-
-
-I1, I8, I16, I32, I64 = Type("i1"), Type("i8"), Type("i16"), Type("i32"), Type("i64")
-F16, BF16, F32, F64 = Type("half"), Type("bfloat"), Type("float"), Type("double")
-PTR, VOID = Type("ptr"), Type("void")
-
-Operand = Union["Value", int, float]
-
-
-def literal(x: int | float, elem: Type) -> str:
-    """How a number is written in LLVM IR; floats are hexadecimal, so exact."""
-    if elem.elem == "half":
-        return f"0xH{struct.unpack('<H', struct.pack('<e', x))[0]:04X}"
-    if elem.elem == "bfloat":
-        return f"0xR{struct.unpack('<I', struct.pack('<f', x))[0] >> 16:04X}"
-    if elem.elem == "float":
-        x = struct.unpack("<f", struct.pack("<f", x))[0]
-    if elem.is_float:
-        return f"0x{struct.unpack('<Q', struct.pack('<d', float(x)))[0]:016X}"
-    if elem.elem == "ptr":
-        return "null"
-    return str(int(x))
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """One SSA value: its function, its name and its type."""
-
-    f: Function
-    name: str
-    type: Type
-
-    def _op(self, float_op: str, int_op: str, other: Operand, reverse: bool = False) -> Value:
-        op = float_op if self.type.is_float else int_op
-        if not op:
-            raise TypeError(f"operator not defined for {self.type}")
-        a, b = self, self.f.coerce(other, self.type)
-        return self.f.binary(op, b, a) if reverse else self.f.binary(op, a, b)
-
-    def __add__(self, o: Operand) -> Value:
-        return self._op("fadd", "add", o)
-
-    def __radd__(self, o: Operand) -> Value:
-        return self._op("fadd", "add", o, True)
-
-    def __sub__(self, o: Operand) -> Value:
-        return self._op("fsub", "sub", o)
-
-    def __rsub__(self, o: Operand) -> Value:
-        return self._op("fsub", "sub", o, True)
-
-    def __mul__(self, o: Operand) -> Value:
-        return self._op("fmul", "mul", o)
-
-    def __rmul__(self, o: Operand) -> Value:
-        return self._op("fmul", "mul", o, True)
-
-    def __truediv__(self, o: Operand) -> Value:
-        return self._op("fdiv", "", o)
-
-    def __rtruediv__(self, o: Operand) -> Value:
-        return self._op("fdiv", "", o, True)
-
-    def __floordiv__(self, o: Operand) -> Value:
-        return self._op("", "sdiv", o)
-
-    def __mod__(self, o: Operand) -> Value:
-        return self._op("", "srem", o)
-
-    def __and__(self, o: Operand) -> Value:
-        return self._op("", "and", o)
-
-    def __or__(self, o: Operand) -> Value:
-        return self._op("", "or", o)
-
-    def __xor__(self, o: Operand) -> Value:
-        return self._op("", "xor", o)
-
-    def __lshift__(self, o: Operand) -> Value:
-        return self._op("", "shl", o)
-
-    def __rshift__(self, o: Operand) -> Value:
-        """Logical shift; `ashr` keeps the sign."""
-        return self._op("", "lshr", o)
-
-    def ashr(self, o: Operand) -> Value:
-        return self._op("", "ashr", o)
-
-    def __neg__(self) -> Value:
-        return self.f.negate(self)
-
-    def __invert__(self) -> Value:
-        return self ^ -1
-
-    def _cmp(self, float_op: str, int_op: str, other: Operand) -> Value:
-        return self.f.compare(float_op if self.type.is_float else int_op, self, self.f.coerce(other, self.type))
-
-    def __lt__(self, o: Operand) -> Value:
-        return self._cmp("fcmp olt", "icmp slt", o)
-
-    def __le__(self, o: Operand) -> Value:
-        return self._cmp("fcmp ole", "icmp sle", o)
-
-    def __gt__(self, o: Operand) -> Value:
-        return self._cmp("fcmp ogt", "icmp sgt", o)
-
-    def __ge__(self, o: Operand) -> Value:
-        return self._cmp("fcmp oge", "icmp sge", o)
-
-    def eq(self, o: Operand) -> Value:
-        return self._cmp("fcmp oeq", "icmp eq", o)
-
-    def ne(self, o: Operand) -> Value:
-        """Not equal; true for NaN."""
-        return self._cmp("fcmp une", "icmp ne", o)
-
-    def ult(self, o: Operand) -> Value:
-        return self._cmp("", "icmp ult", o)
-
-    def uge(self, o: Operand) -> Value:
-        return self._cmp("", "icmp uge", o)
-
-    def at(self, offset: Operand) -> Value:
-        """The pointer `offset` bytes further on."""
-        if isinstance(offset, int) and offset == 0:
-            return self
-        o = self.f.coerce(offset, I64)
-        return self.f.emit_value(f"getelementptr i8, ptr {self.name}, i64 {o.name}", PTR)
-
-
-class Var:
-    """A mutable variable; an alloca in the entry block that LLVM promotes to a register."""
-
-    def __init__(self, f: Function, t: Type, init: Operand | None = None) -> None:
-        self.f, self.type = f, t
-        self.name = f.fresh("var")
-        f.allocas.append(f"  {self.name} = alloca {t}, align 64")
-        if init is not None:
-            self.set(init)
-
-    def get(self) -> Value:
-        return self.f.emit_value(f"load {self.type}, ptr {self.name}", self.type)
-
-    def set(self, x: Operand) -> None:
-        v = self.f.coerce(x, self.type)
-        self.f.emit(f"store {self.type} {v.name}, ptr {self.name}")
-
-    def add(self, x: Operand) -> None:
-        self.set(self.get() + x)
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+    "I1",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "PTR",
+    "VOID",
+    "Function",
+    "Module",
+    "Operand",
+    "Type",
+    "Value",
+    "Var",
+    "literal",
+]
 
 
 class Function:
@@ -279,9 +111,12 @@ class Function:
         return self.const(0, a.type) - a
 
     def select(self, c: Value, a: Operand, b: Operand) -> Value:
-        t = a.type if isinstance(a, Value) else b.type if isinstance(b, Value) else F32
-        if isinstance(b, Value) and b.type.lanes and not t.lanes:
-            t = b.type
+        """a where c holds, else b; a scalar c chooses one of them as a whole."""
+        types = [x.type for x in (a, b) if isinstance(x, Value)]
+        if not types:
+            raise TypeError(f"select between two numbers does not say its type; got {a} and {b}")
+        t = max(types, key=lambda t: t.lanes)
+        t = t.vec(t.lanes or c.type.lanes)
         a, b = self.coerce(a, t), self.coerce(b, t)
         return self.emit_value(f"select {c.type} {c.name}, {t} {a.name}, {t} {b.name}", t)
 
@@ -302,8 +137,10 @@ class Function:
         return self.select(wrong, q - 1, q)
 
     def fma(self, a: Value, b: Operand, c: Operand) -> Value:
-        """a * b + c with one rounding."""
-        return self.intrinsic(f"llvm.fma.{a.type.suffix}", a.type, a, self.coerce(b, a.type), self.coerce(c, a.type))
+        """a * b + c: one instruction and one rounding where the machine has it (`Isa.has_fma`), else two of each."""
+        return self.intrinsic(
+            f"llvm.fmuladd.{a.type.suffix}", a.type, a, self.coerce(b, a.type), self.coerce(c, a.type)
+        )
 
     def cast(self, op: str, a: Value, t: Type) -> Value:
         """LLVM's conversions by name: trunc zext sext sitofp uitofp fptosi fpext fptrunc bitcast ptrtoint inttoptr."""
@@ -353,7 +190,9 @@ class Function:
     def call(self, callee: Function, *args: Operand) -> Value:
         if len(args) != len(callee.types):
             raise TypeError(f"{callee.name} takes {len(callee.types)} arguments; got {len(args)}")
-        return self._call(f"@{callee.name}", callee.ret, [self.coerce(a, t) for a, t in zip(args, callee.types)])
+        return self._call(
+            f"@{callee.name}", callee.ret, [self.coerce(a, t) for a, t in zip(args, callee.types, strict=True)]
+        )
 
     def call_pointer(self, pointer: Value, ret: Type, *args: Value) -> Value:
         """Call through a function pointer, as compiled user functions are."""
@@ -398,7 +237,7 @@ class Function:
 
     # ---- control -------------------------------------------------------------------------------------------------
     @contextmanager
-    def range(self, start: Operand, stop: Operand, step: Operand = 1) -> Iterator[Value]:
+    def range(self, start: Operand, stop: Operand, step: Operand = 1) -> Generator[Value, None, None]:
         """`for i in range(start, stop, step)` on int64, step > 0."""
         stop, step = self.coerce(stop, I64), self.coerce(step, I64)
         i = self.var(I64, start)
@@ -414,7 +253,7 @@ class Function:
         self.place(end)
 
     @contextmanager
-    def forever(self) -> Iterator[str]:
+    def forever(self) -> Generator[str, None, None]:
         """A loop that ends by `f.leave(label, cond)` with the label that this binds."""
         head, end = self.fresh("head"), self.fresh("end")
         self.jump(head)
@@ -430,7 +269,7 @@ class Function:
         self.place(go_on)
 
     @contextmanager
-    def when(self, cond: Value) -> Iterator[None]:
+    def when(self, cond: Value) -> Generator[None, None, None]:
         """Run the block if cond holds; results leave it through a `Var`."""
         then, end = self.fresh("then"), self.fresh("end")
         self.emit(f"br i1 {cond.name}, label {then}, label {end}")
@@ -440,7 +279,7 @@ class Function:
         self.place(end)
 
     @contextmanager
-    def unless(self, cond: Value) -> Iterator[None]:
+    def unless(self, cond: Value) -> Generator[None, None, None]:
         """Run the block if cond does not hold."""
         with self.when(~cond):
             yield
@@ -457,7 +296,9 @@ class Module:
         self._declared[name] = f"declare {ret} @{name}({', '.join(map(str, args))})"
 
     @contextmanager
-    def function(self, name: str, args: Sequence[Type], ret: Type = VOID, exported: bool = False) -> Iterator[Function]:
+    def function(
+        self, name: str, args: Sequence[Type], ret: Type = VOID, exported: bool = False
+    ) -> Generator[Function, None, None]:
         """Define a function; a void one returns by itself at the end."""
         f = Function(self, name, args, ret, exported)
         yield f
