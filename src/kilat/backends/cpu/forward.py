@@ -1,0 +1,270 @@
+"""The forward kernel: exact attention tile by tile with an online softmax, for one instruction set and compute type.
+
+A task is a block of queries of one sequence for a few query heads of one kv head, and the key ranges that it sees.
+It holds up to `max_blocks` query blocks ("sub-blocks"), which share every K/V tile that is brought in.
+FlashAttention-2 (Dao 2023), algorithm 1; everything about masks, scores and dropout is in the tile functions.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kilat.backends.cpu.emit import I64, PTR, Function, Module, Type, Value
+from kilat.backends.cpu.forward_tiles import Steps, build_steps, geometry
+from kilat.backends.cpu.gemm import Blocking, blocking
+from kilat.backends.cpu.isa import Isa
+from kilat.backends.cpu.layout import COMMON, SEQ
+from kilat.backends.cpu.params import Params
+from kilat.backends.cpu.rows import build_load_rows, build_store_rows, build_transpose
+from kilat.backends.cpu.tiles_dropout import build_dropout_bits
+from kilat.backends.cpu.tiles_mask import build_mask_bits
+from kilat.backends.cpu.tiles_scores import build_scores_forward
+
+BLOCK_KV = 64
+MAX_BLOCKS = 4
+
+FORWARD = Params(
+    *COMMON,
+    *("q", "q_b", "q_n", "q_h", "k", "k_b", "k_n", "k_h", "v", "v_b", "v_n", "v_h"),
+    *("out", "out_b", "out_n", "out_h", "out_slot", "out_dtype"),
+    *("lse", "lse_b", "lse_n", "lse_h", "lse_slot"),  # lse_n: bytes from query to query, always the element size
+    *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
+    *("at_q", "at_out", "at_max", "at_sum", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
+)
+
+# head0 .. head0 + heads: query heads; first, count: queries; two key ranges [lo, hi); slot: which partial result
+TASK = Params("seq", "head0", "heads", "first", "count", "lo0", "hi0", "lo1", "hi1", "slot")
+
+
+def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int) -> tuple[dict[str, int], int]:
+    """Byte offsets of a thread's buffers, and the size of all of them."""
+    size, lanes, width = block.compute.bytes, block.lanes, block.lanes * block.vectors
+    pad = -(-head_dim // lanes) * lanes
+    pad_v = -(-head_dim_v // lanes) * lanes + block.mr
+    keys = BLOCK_KV + block.mr
+    sizes = {
+        "at_q": MAX_BLOCKS * pad * width * size,
+        "at_out": MAX_BLOCKS * pad_v * width * size,
+        "at_max": MAX_BLOCKS * width * size,
+        "at_sum": MAX_BLOCKS * width * size,
+        "at_k": keys * pad * size,
+        "at_v": keys * pad_v * size,
+        "at_s": keys * width * size,
+        "at_bits": keys * block.vectors * 2 + 64,
+        "at_drop": keys * block.vectors * 2 + 64,
+        "at_rows": width * max(pad, pad_v) * size,
+    }
+    offsets, total = {}, 0
+    for name, n in sizes.items():
+        offsets[name] = total
+        total += -(-n // 64) * 64
+    return offsets, -(-total // 4096) * 4096 + 64
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Everything that the worker calls."""
+
+    block: Blocking
+    steps: Steps
+    load_rows: Function
+    transpose: Function
+    mask_bits: Function
+    dropout_bits: Function
+    scores_forward: Function
+
+
+def build(isa: Isa, compute: Type) -> str:
+    """IR of the module; exports `worker(params)`."""
+    m = Module()
+    block = blocking(isa.lanes32, compute)
+    transpose = build_transpose(m, compute, block.lanes)
+    store_rows = build_store_rows(m, compute, block.lanes, isa)
+    parts = _Parts(
+        block,
+        build_steps(m, block, transpose, store_rows),
+        build_load_rows(m, compute, block.lanes, isa),
+        transpose,
+        build_mask_bits(m, geometry(block)),
+        build_dropout_bits(m, geometry(block)),
+        build_scores_forward(m, geometry(block)),
+    )
+    tile = _build_tile(m, parts)
+    with m.function("worker", [PTR], exported=True) as f:
+        _Worker(f, parts, tile).run()
+    return m.text()
+
+
+def _build_tile(m: Module, parts: _Parts) -> Function:
+    """tile(P, seq, b, h, i0, nr, j0, nb, kind, bits, bad, QT, OT, max, sum, scratch): one key tile for one query block.
+
+    kind: the class of mask_bits (1 partial, 2 all visible); bad: the V tile holds NaN or inf.
+    """
+    block, steps = parts.block, parts.steps
+    pitch = block.lanes * block.compute.bytes
+    with m.function("tile", [PTR, PTR] + [I64] * 7 + [PTR, I64] + [PTR] * 5) as f:
+        p, seq, b, h, i0, nr, j0, nb, kind, bits, bad, qt, ot, mp, lp, scratch = f.args
+
+        def at(name: str) -> Value:
+            return scratch.at(FORWARD.read(f, p, name))
+
+        dim, dim_v = FORWARD.read(f, p, "head_dim"), FORWARD.read(f, p, "head_dim_v")
+        pitch_k, pitch_v = ((d + (block.lanes - 1)) // block.lanes * pitch for d in (dim, dim_v))
+        k, v, s, drop = at("at_k"), at("at_v"), at("at_s"), at("at_drop")
+        where = (p, seq, b, h, i0, nr, j0, nb)
+        has_scores = FORWARD.read(f, p, "has_scores").ne(0)
+        partial = f.var(Type("i1"), kind.eq(1))
+        with f.when(partial.get()):
+            f.call(steps.scores_live, qt, k, pitch_k, s, nb, dim, bits)
+        with f.unless(partial.get()):
+            f.call(steps.scores, qt, k, pitch_k, s, nb, dim, bits)
+        with f.when(has_scores):
+            f.call(parts.scores_forward, *where, s)
+            with f.when(bad.ne(0)):  # a bias of -inf hides a key, so it also hides the key's NaN
+                f.call(steps.hide, s, bits, f.cast("zext", ~partial.get(), I64), nb)
+                partial.set(f.const(1, Type("i1")))
+        for masked in (True, False):
+            callee = steps.softmax_masked if masked else steps.softmax
+            with f.when(partial.get() if masked else ~partial.get()):
+                f.call(callee, s, bits, nb, mp, lp, ot, dim_v)
+        with f.when(FORWARD.read(f, p, "dropout").ne(0)):
+            f.call(parts.dropout_bits, *where, drop)
+            f.call(steps.drop, s, drop, nb)
+        careful = partial.get() & bad.ne(0)
+        with f.when(careful):
+            f.call(steps.product_select, s, v, pitch_v, ot, nb, dim_v, bits)
+        with f.when(partial.get() & ~careful):
+            f.call(steps.product_live, s, v, pitch_v, ot, nb, dim_v, bits)
+        with f.unless(partial.get()):
+            f.call(steps.product, s, v, pitch_v, ot, nb, dim_v, bits)
+    return f
+
+
+class _Worker:
+    """Writes the body of `worker`: take tasks until none is left."""
+
+    def __init__(self, f: Function, parts: _Parts, tile: Function) -> None:
+        self.f, self.parts, self.tile, self.p = f, parts, tile, f.args[0]
+        block = parts.block
+        self.size, self.width = block.compute.bytes, block.lanes * block.vectors
+        self.row = self.width * self.size
+
+    def read(self, name: str) -> Value:
+        return FORWARD.read(self.f, self.p, name)
+
+    def pointer(self, name: str) -> Value:
+        return FORWARD.pointer(self.f, self.p, name)
+
+    def run(self) -> None:
+        f = self.f
+        counter, ntasks = self.pointer("counter"), self.read("ntasks")
+        thread = f.atomic_add(counter.at(64), 1)
+        self.scratch = self.pointer("scratch").at(thread * self.read("scratch_stride"))
+        self.dim, self.dim_v = self.read("head_dim"), self.read("head_dim_v")
+        self.pad_q = self._pad(self.dim) * self.row
+        self.pad_o = (self._pad(self.dim_v) + self.parts.block.mr) * self.row
+        with f.forever() as end:
+            t = f.atomic_add(counter, 1)
+            f.leave(end, t >= ntasks)
+            self._task(self.pointer("tasks").at(t * (8 * TASK.size)))
+
+    def _pad(self, dim: Value) -> Value:
+        lanes = self.parts.block.lanes
+        return (dim + (lanes - 1)) // lanes * lanes
+
+    def _task(self, task: Value) -> None:
+        f, get = self.f, {n: TASK.read(self.f, task, n) for n in TASK.names}
+        self.get, self.b = get, get["seq"]
+        self.seq = self.pointer("seqs").at(self.b * (8 * len(SEQ)))
+        self.q_token, self.kv_token = (f.load(I64, self.seq, 8 * SEQ.index(n)) for n in ("q_token", "kv_token"))
+        self.kv_head = get["head0"] // self.read("group")
+        self.per_head = (get["count"] + (self.width - 1)) // self.width
+        self.blocks = self.per_head * get["heads"]
+        with f.range(0, self.blocks) as s:
+            self._load_query(s)
+        for r in ("0", "1"):
+            with f.range(get["lo" + r], get["hi" + r], BLOCK_KV) as j0:
+                self._keys(j0, f.minimum(get["hi" + r] - j0, f.const(BLOCK_KV, I64)))
+        with f.range(0, self.blocks) as s:
+            self._store(s)
+
+    def _sub(self, s: Value) -> tuple[Value, Value, Value]:
+        """(query head, first query, number of queries) of sub-block s."""
+        first = s % self.per_head * self.width
+        rows = self.f.minimum(self.get["count"] - first, self.f.const(self.width, I64))
+        return self.get["head0"] + s // self.per_head, self.get["first"] + first, rows
+
+    def _base(self, name: str, head: Value, token: Value) -> Value:
+        b, n, h = (self.read(f"{name}_{axis}") for axis in "bnh")
+        return self.pointer(name).at(self.b * b + token * n + head * h)
+
+    def _buffer(self, name: str, s: Value, stride: Value | int) -> Value:
+        return self.scratch.at(self.read(name)).at(s * stride)
+
+    def _load_query(self, s: Value) -> None:
+        """Q block, scaled and transposed; empty accumulators."""
+        f, t = self.f, self.parts.block.compute
+        head, i0, nr = self._sub(s)
+        rows = self.scratch.at(self.read("at_rows"))
+        null, zero = f.const(0, PTR), f.const(0, I64)
+        scale = FORWARD.floating(f, self.p, "scale", t)
+        source = self._base("q", head, self.q_token + i0)
+        f.call(self.parts.load_rows, source, self.read("q_n"), null, zero, zero, zero, nr, self.width, rows, self.dim,
+               scale, self.read("dtype"))  # fmt: skip
+        pad = self._pad(self.dim)
+        qt = self._buffer("at_q", s, self.pad_q)
+        f.call(self.parts.transpose, rows, pad * self.size, qt, self.row, self.width, pad)
+        vec = t.vec(self.parts.block.lanes)
+        for name, value in (("at_max", -math.inf), ("at_sum", 0.0)):
+            with f.range(0, self.row, vec.bytes) as o:
+                f.store(f.const(value, vec), self._buffer(name, s, self.row), o)
+        with f.range(0, self.pad_o, vec.bytes) as o:
+            f.store(f.const(0.0, vec), self._buffer("at_out", s, self.pad_o), o)
+
+    def _keys(self, j0: Value, nb: Value) -> None:
+        """One key tile for all sub-blocks; K and V are brought in when the first one needs them."""
+        f = self.f
+        loaded, bad = f.var(I64, 0), f.var(I64, 0)
+        bits = self.scratch.at(self.read("at_bits"))
+        with f.range(0, self.blocks) as s:
+            head, i0, nr = self._sub(s)
+            kind = f.call(self.parts.mask_bits, self.p, self.seq, self.b, head, i0, nr, j0, nb, bits)
+            with f.when(kind.ne(0)):
+                with f.when(loaded.get().eq(0)):
+                    self._load("k", j0, nb)
+                    bad.set(self._load("v", j0, nb))
+                    loaded.set(1)
+                per_block = [self._buffer(n, s, w) for n, w in
+                             (("at_q", self.pad_q), ("at_out", self.pad_o), ("at_max", self.row), ("at_sum", self.row))]  # fmt: skip
+                f.call(self.tile, self.p, self.seq, self.b, head, i0, nr, j0, nb, kind, bits, bad.get(), *per_block,
+                       self.scratch)  # fmt: skip
+
+    def _load(self, name: str, j0: Value, nb: Value) -> Value:
+        """Bring a tile of K or V into scratch; 1 if it holds a non-finite number."""
+        f = self.f
+        pages = f.var(PTR, self.pointer("pages"))
+        with f.when(f.cast("ptrtoint", pages.get(), I64).ne(0)):
+            pages.set(pages.get().at(self.b * self.read("pages_b")))
+        base = self._base(name, self.kv_head, self.kv_token)
+        dim = self.dim if name == "k" else self.dim_v
+        one, to = f.const(1.0, self.parts.block.compute), self.scratch.at(self.read("at_" + name))
+        return f.call(self.parts.load_rows, base, self.read(f"{name}_n"), pages.get(), self.read("page_size"),
+                      self.read(f"{name}_page"), j0, nb, nb, to, dim, one, self.read("dtype"))  # fmt: skip
+
+    def _store(self, s: Value) -> None:
+        f, t = self.f, self.parts.block.compute
+        head, i0, nr = self._sub(s)
+        slot = self.get["slot"]
+        out = self._base("out", head, self.q_token + i0).at(slot * self.read("out_slot"))
+        lse = self._base("lse", head, self.q_token + i0).at(slot * self.read("lse_slot"))
+        has_sink, sink = f.cast("ptrtoint", self.pointer("sink"), I64).ne(0), f.var(t, 0.0)
+        with ExitStack() as stack:
+            stack.enter_context(f.when(has_sink))
+            sink.set(f.load(t, self.pointer("sink"), head * t.bytes))
+        ot, mp = self._buffer("at_out", s, self.pad_o), self._buffer("at_max", s, self.row)
+        lp, rows = self._buffer("at_sum", s, self.row), self.scratch.at(self.read("at_rows"))
+        factor = FORWARD.floating(f, self.p, "dropout_scale", t)
+        f.call(self.parts.steps.epilogue, ot, mp, lp, rows, nr, self.dim_v, out, self.read("out_n"),
+               self.read("out_dtype"), lse, factor, f.cast("zext", has_sink, I64), sink.get())  # fmt: skip
