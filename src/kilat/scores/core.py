@@ -1,0 +1,27 @@
+"""Score modifiers: functions of the scaled score, applied before the softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kilat.structure import Structured
+
+
+class ScoreModifier(Structured):
+    """Changes the score of a query and a key. `order` is its place among the modifiers of a call."""
+
+    order: int = 3
+    unique: bool = True
+
+
+def in_order(scores: Sequence[ScoreModifier]) -> tuple[ScoreModifier, ...]:
+    """Softcap, alibi, bias, then user scores as given; raises ValueError for two of one built-in."""
+    if isinstance(scores, ScoreModifier):
+        scores = (scores,)
+    for score in scores:
+        if not isinstance(score, ScoreModifier):
+            raise TypeError(f"scores must be Softcap, Alibi, Bias or Score objects; got {score!r}")
+        count = sum(type(other) is type(score) for other in scores)
+        if score.unique and count > 1:
+            raise ValueError(f"scores must have at most one {type(score).__name__}; got {count}")
+    return tuple(sorted(scores, key=lambda s: s.order))
