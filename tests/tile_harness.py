@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def geometry_id(value: tuple[Isa, Geometry]) -> str:
     return f"{isa.name}-{geo.compute}-{geo.lanes}x{geo.vectors}-{'queries' if geo.query_lanes else 'keys'}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(builder: Builder, geo: Geometry, isa: Isa) -> int:
     """Address of an exported function that calls the internal one that `builder` emits."""
 
@@ -161,4 +161,9 @@ def places(geo: Geometry) -> list[tuple[int, int, int, int]]:
     """(i0, nr, j0, nb): whole, odd and one-element tiles; at least one starts off a multiple of 4 keys."""
     width, outer = geo.width, geo.outer
     most_q, most_k = (width, outer) if geo.query_lanes else (outer, width)
-    return [(0, most_q, 0, most_k), (5, max(most_q - 3, 1), 7, max(most_k - 1, 1)), (3, 1, 2, 1), (1, min(most_q, 3), 64, most_k)]
+    return [
+        (0, most_q, 0, most_k),
+        (5, max(most_q - 3, 1), 7, max(most_k - 1, 1)),
+        (3, 1, 2, 1),
+        (1, min(most_q, 3), 64, most_k),
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kilat.backends.cpu.emit import I1, I16, I32, I64, PTR, Function, Operand, Type, Value
+from kilat.backends.cpu.emit import I1, I16, I32, I64, PTR, Function, Type, Value
 from kilat.backends.cpu.layout import COMMON, SEQ, Geometry
 from kilat.backends.cpu.math import transpose
 from kilat.backends.cpu.params import Params
@@ -134,7 +134,7 @@ def from_bits(f: Function, bits: Value, lanes: int) -> Value:
     return f.bitcast(bits, I1.vec(lanes))
 
 
-# ---- tensors -----------------------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class View:
     """Element (row 0, lane 0) of a tile of a strided tensor; strides in bytes, 0 where it is broadcast."""
@@ -181,7 +181,11 @@ def _load_vectors(tile: Tile, view: View, use: Use) -> None:
     with f.range(0, tile.rows) as row:
         start = view.base.at(row * view.row_stride)
         with f.range(0, tile.columns, lanes) as column:
-            use(row, column, load_some(f, view.elem.vec(lanes), start.at(column * view.elem.bytes), tile.columns - column))
+            use(
+                row,
+                column,
+                load_some(f, view.elem.vec(lanes), start.at(column * view.elem.bytes), tile.columns - column),
+            )
 
 
 def _load_transposed(tile: Tile, view: View, use: Use) -> None:
