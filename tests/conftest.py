@@ -19,7 +19,7 @@ settings.load_profile("short")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Point the kernel cache below .pytest_cache, so that a kernel compiles once for all tests and all runs."""
-    cache = config.cache
+    cache = getattr(config, "cache", None)  # absent under `-p no:cacheprovider`; then the user's own cache serves
     if cache is not None and "KILAT_CACHE_DIR" not in os.environ:
         os.environ["KILAT_CACHE_DIR"] = str(Path(cache.mkdir("kilat-kernels")).resolve())
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+from source_tree import FunctionNode, Scope, Source, Violation, last_name
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -21,24 +19,34 @@ MAX_HELPER_PARAMETERS = 6
 MAX_KERNEL_PARAMETERS = 20
 MAX_PARAMETERS_WITH_KEYWORD_ONLY = 12
 
-# A module may import only from a lower layer; `config` and `_version` stand below everything.
+# A module may import only from a lower layer.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "_version"}),
     frozenset({"symbolic"}),
-    frozenset({"masks", "scores", "kv", "numerics"}),
-    frozenset({"problem", "reference"}),
-    frozenset({"backends", "tune"}),
+    frozenset({"math"}),
+    frozenset({"structure"}),
+    frozenset({"masks", "scores", "kv", "numerics", "dropout"}),
+    frozenset({"problem"}),
+    frozenset({"reference_parts", "validate_basic"}),
+    frozenset({"reference", "validate_tensors", "validate_values", "views"}),
+    frozenset({"accuracy", "validate", "backends", "tune"}),
     frozenset({"dispatch"}),
-    frozenset({"autograd"}),
+    frozenset({"plan"}),
+    frozenset({"autograd", "functorch", "compiled", "batching"}),
+    frozenset({"numpy_door"}),
+    frozenset({"gather"}),
     frozenset({"api"}),
-    frozenset({"bench", "compat", "parallel", "demo"}),
+    frozenset({"bench", "checks", "compat", "parallel"}),
+    frozenset({"demo"}),
     frozenset({"cli"}),
 )
-# The few arrows between neighbours of one layer: (from, to).
+# The few arrows between neighbours of one layer: (from, to). The three doors of autograd call one another.
+DOORS = ("autograd", "functorch", "compiled", "batching")
 SIDEWAYS = frozenset(
-    {("reference", "problem"), ("kv", "numerics"), ("scores", "numerics"), ("tune", "backends"), ("demo", "bench")}
+    {("kv", "numerics"), ("scores", "numerics"), ("kv", "dropout"), ("tune", "backends")}
+    | {(a, b) for a in DOORS for b in DOORS}
 )
-FREE_OF_TORCH = frozenset({"masks", "scores", "numerics", "symbolic"})
+FREE_OF_TORCH = frozenset({"masks", "scores", "numerics", "symbolic", "math", "structure"})
 DSL_OWNERS = {
     "llvmlite": ("backends.cpu",),
     "triton": ("backends.triton", "backends.gluon"),
@@ -47,125 +55,13 @@ DSL_OWNERS = {
 SHARED_BACKEND_MODULES = frozenset({"protocol", "registry", "common"})
 
 # Signatures that somebody else fixed: the public API is a contract, torch and typer prescribe how they call back.
+PROTOCOL_METHODS = frozenset({"__array_ufunc__", "__array_function__", "__torch_function__", "__torch_dispatch__"})
 API_CONTRACT = frozenset({"attention", "ragged_attention", "cached_attention", "merge", "explain", "check"})
 FOREIGN_DECORATORS = frozenset(
     {"custom_op", "register_fake", "register_kernel", "register_autograd", "impl", "command", "callback", "overload"}
 )
 KERNEL_DECORATORS = frozenset({"jit", "kernel", "function"})
 EMITTER_TYPES = frozenset({"Function", "Module", "Builder", "Emitter"})
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One broken rule, printed as `file:line: message`."""
-
-    path: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message}"
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module, absolute, with the line and whether only type checkers see it."""
-
-    module: str
-    line: int
-    type_only: bool
-
-
-@dataclass(frozen=True)
-class Scope:
-    """A function and the names of the classes and functions around it, outermost first."""
-
-    node: FunctionNode
-    classes: tuple[ast.ClassDef, ...]
-    functions: tuple[FunctionNode, ...]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A Python file: its place below the root, its text, and all module names of the package (to resolve imports)."""
-
-    path: str
-    text: str
-    modules: frozenset[str] = field(default=frozenset())
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text, filename=self.path)
-
-    @cached_property
-    def module(self) -> str:
-        """`kilat.masks.core` for src/kilat/masks/core.py; empty outside src."""
-        if not self.path.startswith("src/"):
-            return ""
-        return self.path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-    @property
-    def place(self) -> str:
-        """The module without the package's name: `masks.core`, or empty for the package itself."""
-        return self.module.partition(".")[2]
-
-    @property
-    def layer_name(self) -> str:
-        return self.place.partition(".")[0]
-
-    @cached_property
-    def functions(self) -> list[Scope]:
-        found: list[Scope] = []
-
-        def visit(node: ast.AST, classes: tuple[ast.ClassDef, ...], functions: tuple[FunctionNode, ...]) -> None:
-            for child in ast.iter_child_nodes(node):
-                if isinstance(child, FunctionNode):
-                    found.append(Scope(child, classes, functions))
-                    visit(child, classes, (*functions, child))
-                elif isinstance(child, ast.ClassDef):
-                    visit(child, (*classes, child), functions)
-                else:
-                    visit(child, classes, functions)
-
-        visit(self.tree, (), ())
-        return found
-
-    @cached_property
-    def imports(self) -> list[Import]:
-        """Every import in the file, wherever it stands."""
-        type_only = {
-            id(inner)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING"
-            for statement in node.body
-            for inner in ast.walk(statement)
-        }
-        found: list[Import] = []
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                found += [Import(alias.name, node.lineno, id(node) in type_only) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = self._absolute(node)
-                for alias in node.names:
-                    whole = f"{base}.{alias.name}"
-                    found.append(Import(whole if whole in self.modules else base, node.lineno, id(node) in type_only))
-        return found
-
-    def _absolute(self, node: ast.ImportFrom) -> str:
-        if node.level == 0:
-            return node.module or ""
-        package = self.module.split(".")
-        keep = len(package) - node.level + (1 if self.path.endswith("__init__.py") else 0)
-        return ".".join([*package[:keep], *([node.module] if node.module else [])])
-
-
-def _last_name(node: ast.expr) -> str:
-    """`jit` for `jit`, `triton.jit` and `triton.jit(...)`."""
-    if isinstance(node, ast.Call):
-        return _last_name(node.func)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_private(name: str) -> bool:
@@ -188,18 +84,19 @@ def _is_kernel(source: Source, scope: Scope) -> bool:
             annotations & EMITTER_TYPES
             or node.name.lstrip("_").startswith(("emit_", "kernel_"))
             or node.name.endswith("_kernel")
-            or any(_last_name(d) in KERNEL_DECORATORS for d in node.decorator_list)
+            or any(last_name(d) in KERNEL_DECORATORS for d in node.decorator_list)
         ):
             return True
     return False
 
 
 def _has_foreign_signature(source: Source, scope: Scope) -> bool:
-    bases = {_last_name(base) for owner in scope.classes for base in owner.bases}
+    bases = {last_name(base) for owner in scope.classes for base in owner.bases}
     return (
         source.layer_name == "compat"
+        or scope.node.name in PROTOCOL_METHODS
         or "Function" in bases  # torch.autograd.Function and what derives from it
-        or any(_last_name(d) in FOREIGN_DECORATORS for d in scope.node.decorator_list)
+        or any(last_name(d) in FOREIGN_DECORATORS for d in scope.node.decorator_list)
         or (source.place in {"api", ""} and scope.node.name in API_CONTRACT)
     )
 
@@ -246,7 +143,7 @@ def parameter_count(source: Source) -> Iterator[Violation]:
 
 
 def import_arrows(source: Source) -> Iterator[Violation]:
-    """cli -> bench, demo, compat, parallel -> api -> autograd -> dispatch -> backends, tune -> problem -> masks."""
+    """cli -> demo -> bench, compat, parallel -> api -> autograd -> dispatch -> backends, tune -> problem -> masks."""
     if not source.place:  # the package itself only gathers public names
         return
     rank = {name: i for i, names in enumerate(LAYERS) for name in names}
@@ -254,7 +151,7 @@ def import_arrows(source: Source) -> Iterator[Violation]:
     if here not in rank:
         yield Violation(source.path, 1, f"{here} has no layer: give it one in tests/house_rules.py")
         return
-    for imported in source.imports:
+    for imported in dict.fromkeys(source.imports):
         if imported.module != "kilat" and not imported.module.startswith("kilat."):
             continue
         there = imported.module.partition(".")[2].partition(".")[0] or "api"  # `import kilat` means the public API
@@ -271,7 +168,7 @@ def backends_are_strangers(source: Source) -> Iterator[Violation]:
     parts = source.place.split(".")
     if parts[0] != "backends" or len(parts) < 2 or parts[1] == "registry":
         return
-    for imported in source.imports:
+    for imported in dict.fromkeys(source.imports):
         target = imported.module.split(".")
         if target[:2] != ["kilat", "backends"] or len(target) < 3:
             continue
@@ -283,7 +180,7 @@ def heavy_imports(source: Source) -> Iterator[Violation]:
     """A DSL is imported only inside its backend; masks, scores, numerics and symbolic import no torch either."""
     if not source.module:
         return
-    for imported in source.imports:
+    for imported in dict.fromkeys(source.imports):
         root = imported.module.partition(".")[0]
         owners = DSL_OWNERS.get(root)
         if owners and not source.place.startswith(owners):
@@ -298,7 +195,7 @@ def environment(source: Source) -> Iterator[Violation]:
         return
     for node in ast.walk(source.tree):
         names: set[str] = set()
-        if isinstance(node, ast.Attribute) and _last_name(node.value) == "os":
+        if isinstance(node, ast.Attribute) and last_name(node.value) == "os":
             names = {node.attr}
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             names = {alias.name for alias in node.names}
@@ -309,11 +206,17 @@ def environment(source: Source) -> Iterator[Violation]:
 
 
 def keyword_catchalls(source: Source) -> Iterator[Violation]:
-    """`**kwargs` hides the real signature; only compat, whose signatures are others', may take it."""
+    """`**kwargs` hides the real signature.
+
+    It may stand where the signature is another's (compat, numpy's and torch's protocols), and in a function that only
+    raises, whose keywords are the values of its message.
+    """
     if not source.module or source.layer_name == "compat":
         return
     for scope in source.functions:
-        if scope.node.args.kwarg is not None and _is_public(scope):
+        returns = scope.node.returns
+        is_exempt = scope.node.name in PROTOCOL_METHODS or (returns is not None and last_name(returns) == "NoReturn")
+        if scope.node.args.kwarg is not None and _is_public(scope) and not is_exempt:
             message = f"{scope.node.name} takes **{scope.node.args.kwarg.arg}: name the parameters"
             yield Violation(source.path, scope.node.lineno, message)
 
@@ -329,8 +232,8 @@ def exceptions(source: Source) -> Iterator[Violation]:
                 yield Violation(
                     source.path, node.lineno, "silent except: act on it, or use contextlib.suppress(TheError)"
                 )
-        elif isinstance(node, ast.Call) and _last_name(node.func) == "suppress":
-            names = {_last_name(argument) for argument in node.args}
+        elif isinstance(node, ast.Call) and last_name(node.func) == "suppress":
+            names = {last_name(argument) for argument in node.args}
             if not names or names & {"Exception", "BaseException"}:
                 yield Violation(source.path, node.lineno, "suppress: name the exceptions")
 
@@ -361,7 +264,7 @@ def docstrings(source: Source) -> Iterator[Violation]:
         yield Violation(source.path, 1, "the module has no docstring")
     for node in source.tree.body:
         if isinstance(node, FunctionNode | ast.ClassDef) and not node.name.startswith("_"):
-            is_overload = any(_last_name(d) == "overload" for d in node.decorator_list)
+            is_overload = any(last_name(d) == "overload" for d in node.decorator_list)
             if ast.get_docstring(node) is None and not is_overload:
                 yield Violation(source.path, node.lineno, f"{node.name} has no docstring")
 

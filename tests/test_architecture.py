@@ -9,7 +9,8 @@ from pathlib import Path
 
 import house_rules
 import pytest
-from house_rules import RULES, Source, Violation
+from house_rules import RULES
+from source_tree import Source, Violation
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tests", "examples", "benchmarks", "scripts")
