@@ -1,0 +1,228 @@
+"""The backward kernels for one instruction set and compute type.
+
+    delta_i = sum_d do_id o_id - dlse_i
+    p_ij = exp(s_ij - lse_i)    dp_ij = do_i . v_j    ds_ij = p_ij (dp_ij - delta_i)
+    dv_j += p_ij do_i    dk_j += ds_ij scale q_i    dq_i += scale ds_ij k_j
+
+FlashAttention-2 (Dao 2023), algorithm 2. Three kernels run one after the other: `run_deltas`; `run_chunks`, in which a task owns
+the dK and dV of a range of keys of one kv head (all its query heads, all queries that see it) and adds dQ into a buffer
+of its own; `run_finish`, which sums those buffers in a fixed order. So no bit depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+from kilat.backends.cpu.backward_bias import build_bias, build_sink
+from kilat.backends.cpu.backward_parts import Parts, Worker, build_parts
+from kilat.backends.cpu.backward_products import BLOCK_Q, padded
+from kilat.backends.cpu.emit import I64, PTR, Module, Type, Value
+from kilat.backends.cpu.gemm import Blocking
+from kilat.backends.cpu.isa import Isa
+from kilat.backends.cpu.params import Params
+from kilat.backends.cpu.tiles_mask import NONE, PARTIAL
+
+# A range of chunks of keys of one kv head; `split` is the dQ buffer that it adds to.
+CHUNKS = Params("seq", "kv_head", "chunk0", "chunk1", "split")
+# Some queries of one head, at most 64; `splits` is the number of dQ buffers that hold a part of theirs.
+ROWS = Params("seq", "head", "first", "count", "splits")
+
+EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_bias", "run_sink")
+
+
+def build(isa: Isa, compute: Type) -> str:
+    """IR of the module; exports `EXPORTS`, each `void name(params)`."""
+    m = Module()
+    parts = build_parts(m, isa, compute)
+    with m.function("run_deltas", [PTR], exported=True) as f:
+        worker = _Deltas(f, parts)
+        worker.each_task(ROWS, worker.task)
+    with m.function("run_chunks", [PTR], exported=True) as f:
+        worker = _Main(f, parts)
+        worker.each_task(CHUNKS, worker.task)
+    with m.function("run_finish", [PTR], exported=True) as f:
+        worker = _Finish(f, parts)
+        worker.each_task(ROWS, worker.task)
+    build_bias(m, parts)
+    build_sink(m, parts)
+    return m.text()
+
+
+def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int, sub: int) -> tuple[dict[str, int], int]:
+    """Byte offsets of a thread's buffers, and the size of all of them; `sub` key tiles a chunk."""
+    size, lanes, width = block.compute.bytes, block.lanes, block.lanes * block.vectors
+    pad, pad_v = (-(-d // lanes) * lanes * size for d in (head_dim, head_dim_v))
+    tile, bits = BLOCK_Q * width * size, BLOCK_Q * block.vectors * 2
+    sizes = {
+        **{"at_q": BLOCK_Q * pad, "at_do": BLOCK_Q * pad_v, "at_out": BLOCK_Q * pad_v},
+        **{"at_lse": BLOCK_Q * size, "at_delta": BLOCK_Q * size},
+        **{"at_p": tile, "at_ds": tile, "at_raw": tile, "at_tmp": tile, "at_bits": bits, "at_drop": bits},
+        "at_table": 8 * (2 * (BLOCK_Q // block.mr) + 2 * block.vectors),
+        **{"at_k": sub * width * pad, "at_kt": sub * width * pad, "at_dk": sub * width * pad},
+        **{"at_vt": sub * width * pad_v, "at_dv": sub * width * pad_v, "at_bad": 8 * sub},
+    }
+    offsets, total = {}, 0
+    for name, n in sizes.items():
+        offsets[name] = total
+        total += -(-n // 64) * 64
+    return offsets, -(-total // 4096) * 4096 + 64
+
+
+class _Deltas(Worker):
+    """delta = rowsum(do * o) - dlse."""
+
+    def task(self, get: dict[str, Value]) -> None:
+        f, b, head, count = self.f, get["seq"], get["head"], get["count"]
+        token = self.sequence(b)["q_token"] + get["first"]
+        for name in ("out", "do"):
+            self.load(name, self.base(name, b, head, token), count, 0, self.buffer("at_" + name))
+        out, do = self.buffer("at_out"), self.buffer("at_do")
+        to = self.per_query("delta", b, head, token)
+        dlse = self.per_query("dlse", b, head, token)
+        has_dlse = self.read("dlse").ne(0)
+        with f.range(0, count) as r:
+            total = f.var(self.vec, 0.0)
+            with f.range(r * self.pitch_v, (r + 1) * self.pitch_v, self.vec.bytes) as o:
+                total.set(f.fma(f.load(self.vec, out, o), f.load(self.vec, do, o), total.get()))
+            delta = f.var(self.block.compute, f.reduce(total.get(), "add"))
+            with f.when(has_dlse):
+                delta.set(delta.get() - f.load(self.block.compute, dlse, r * self.size))
+            f.store(delta.get(), to, r * self.size)
+
+
+class _Finish(Worker):
+    """dq = scale * (sum of the dQ buffers), converted."""
+
+    def task(self, get: dict[str, Value]) -> None:
+        f, b, head, count = self.f, get["seq"], get["head"], get["count"]
+        token = self.sequence(b)["q_token"] + get["first"]
+        source, row, split = self.base("acc", b, head, token), self.read("acc_n"), self.read("acc_split")
+        rows = self.buffer("at_q")
+        with f.range(0, count) as r, f.range(0, self.pitch, self.vec.bytes) as o:
+            total = f.var(self.vec, f.load(self.vec, source, r * row + o))
+            with f.range(1, get["splits"]) as s:
+                total.set(total.get() + f.load(self.vec, source, r * row + o + s * split))
+            f.store(total.get(), rows, r * self.pitch + o)
+        f.call(self.parts.store_rows, rows, count, self.base("dq", b, head, token), self.read("dq_n"), self.dim,
+               self.floating("scale"), self.read("dtype"))  # fmt: skip
+
+
+class _Main(Worker):
+    """dK and dV of a range of keys, and its part of dQ."""
+
+    def task(self, get: dict[str, Value]) -> None:
+        f = self.f
+        self.get, self.b, self.at = get, get["seq"], self.sequence(get["seq"])
+        self.need = {n: self.read(f"need_{n}").ne(0) for n in "qkv"}
+        self.sub, self.group = self.read("sub"), self.read("group")
+        with f.when(self.need["q"]):
+            self._clear_dq()
+        with f.range(get["chunk0"], get["chunk1"]) as chunk:
+            self._chunk(chunk)
+
+    def _acc(self, head: Value, i: Value) -> Value:
+        """Row i of this task's dQ buffer."""
+        return self.base("acc", self.b, head, self.at["q_token"] + i).at(self.get["split"] * self.read("acc_split"))
+
+    def _clear_dq(self) -> None:
+        f, row = self.f, self.read("acc_n")
+        with f.range(0, self.group) as g:
+            start = self._acc(self.get["kv_head"] * self.group + g, f.const(0, I64))
+            with f.range(0, self.at["q_len"]) as i, f.range(0, self.pitch, self.vec.bytes) as o:
+                f.store(f.const(0.0, self.vec), start, i * row + o)
+
+    def _chunk(self, chunk: Value) -> None:
+        f, at, kv_head = self.f, self.at, self.get["kv_head"]
+        per_chunk = self.sub * self.width
+        self.k0 = chunk * per_chunk
+        self.keys = f.minimum(at["kv_len"] - self.k0, per_chunk)
+        self.tiles = (self.keys + (self.width - 1)) // self.width
+        with f.range(0, self.tiles) as s:
+            self.load_keys(at, self.b, kv_head, self.k0 + s * self.width, self._tile_keys(s), s)
+        for name, pitch in (("at_dk", self.pitch), ("at_dv", self.pitch_v)):
+            with f.range(0, self.tiles * self.width * pitch, self.vec.bytes) as o:
+                f.store(f.const(0.0, self.vec), self.buffer(name), o)
+        first, stop = self._queries_of_chunk()
+        with f.range(0, self.group) as g, f.range(first & -BLOCK_Q, stop, BLOCK_Q) as i0:
+            self._queries(kv_head * self.group + g, i0)
+        one, code = f.const(1.0, self.block.compute), self.read("dtype")
+        for name, pitch, dim in (("dk", self.pitch, self.dim), ("dv", self.pitch_v, self.dim_v)):
+            with f.when(self.need[name[1]]):
+                to = self.base(name, self.b, kv_head, at["kv_token"] + self.k0)
+                f.call(
+                    self.parts.store_rows,
+                    self.buffer("at_" + name),
+                    self.keys,
+                    to,
+                    self.read(f"{name}_n"),
+                    dim,
+                    one,
+                    code,
+                )
+
+    def _tile_keys(self, s: Value) -> Value:
+        return self.f.minimum(self.keys - s * self.width, self.width)
+
+    def _queries_of_chunk(self) -> tuple[Value, Value]:
+        """[first, stop): from the first to the last query whose intervals touch the chunk, by bisection."""
+        f, n, q_len = self.f, self.read("n_intervals"), self.at["q_len"]
+        first, stop = f.var(I64, 0), f.var(I64, q_len)
+        with f.when(n.ne(0)):
+            first.set(q_len)
+            stop.set(0)
+            with f.range(0, n) as k:
+                starts = f.load(PTR, self.at["seq"], 8 * 4).at(k * q_len * 8)
+                lo = f.call(self.parts.first_above, starts.at(q_len * 4), q_len, self.k0)
+                hi = f.call(self.parts.first_above, starts, q_len, self.k0 + self.keys - 1)
+                with f.when(lo < hi):
+                    first.set(f.minimum(first.get(), lo))
+                    stop.set(f.maximum(stop.get(), hi))
+        return first.get(), stop.get()
+
+    def _queries(self, head: Value, i0: Value) -> None:
+        """All key tiles of the chunk for up to 64 queries, which are brought in when the first one needs them."""
+        f, at = self.f, self.at
+        nr = f.minimum(at["q_len"] - i0, BLOCK_Q)
+        loaded, bad_q, bad_do = f.var(I64, 0), f.var(I64, 0), f.var(I64, 0)
+        with f.range(0, self.tiles) as s:
+            j0, nb = self.k0 + s * self.width, self._tile_keys(s)
+            where = (self.p, at["seq"], self.b, head, i0, nr, j0, nb)
+            kind = f.var(I64, f.call(self.parts.mask_bits, *where, self.buffer("at_bits")))
+            with f.when(kind.get().ne(NONE)):
+                with f.when(loaded.get().eq(0)):
+                    for flag, bad in zip((bad_q, bad_do), self.load_queries(at, self.b, head, i0, nr), strict=True):
+                        flag.set(bad)
+                    loaded.set(1)
+                bad_k = f.load(I64, self.buffer("at_bad"), s * 8)
+                kt, vt = self.slot("at_kt", s, self.pitch), self.slot("at_vt", s, self.pitch_v)
+                any_bad = bad_q.get() | bad_do.get() | bad_k
+                kind.set(f.call(self.parts.tile, *where, kind.get(), any_bad, kt, vt, self.scratch))
+                partial = kind.get().eq(PARTIAL)
+                self._add("v", s, nr, nb, partial & bad_do.get().ne(0))
+                self._add("k", s, nr, nb, partial & bad_q.get().ne(0))
+                self._add("q", s, nr, nb, partial & bad_k.ne(0), self._acc(head, i0))
+
+    def _add(self, name: str, s: Value, nr: Value, nb: Value, careful: Value, acc: Value | None = None) -> None:
+        """dV += P^T dO, dK += dS^T Q or dQ += dS K; `careful`: over visible pairs only."""
+        f, products = self.f, self.parts.products
+        dim, pitch = (self.dim_v, self.pitch_v) if name == "v" else (self.dim, self.pitch)
+        vectors = padded(dim, self.block) // self.block.lanes
+        tile, table, bits = (
+            self.buffer("at_p" if name == "v" else "at_ds"),
+            self.buffer("at_table"),
+            self.buffer("at_bits"),
+        )
+        if acc is None:
+            source, to, to_pitch = (
+                self.buffer("at_do" if name == "v" else "at_q"),
+                self.slot(f"at_d{name}", s, pitch),
+                pitch,
+            )
+        else:
+            source, to, to_pitch = self.slot("at_k", s, pitch), acc, self.read("acc_n")
+        with f.when(self.need[name]):
+            with f.when(careful):
+                f.call(products.add_select, bits, tile, source, pitch, to, to_pitch, vectors, nr, nb, int(acc is None))
+            with f.unless(careful):
+                if acc is None:
+                    f.call(products.add_keys, tile, source, pitch, to, vectors, table, nb)
+                else:
+                    f.call(products.add_rows, tile, source, pitch, to, to_pitch, vectors, table, nr, nb)
