@@ -1,0 +1,89 @@
+"""From a caller's arguments to Options and Operands: structures here, tensors there, drawn seeds, autocast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kilat.dropout import Dropout
+from kilat.masks import Mask
+from kilat.numpy_door import as_tensor
+from kilat.scores import ScoreModifier, in_order
+from kilat.validate_basic import fail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kilat.problem import Operands
+
+Modifiers = tuple["Mask | None", tuple[ScoreModifier, ...], str, float]
+"""Structures of mask and scores, kind of dropout, its p: four fields of Options, in parts."""
+
+
+def modifiers(mask: Any, scores: Any, sink: Any, dropout: Any, operands: Operands) -> Modifiers:
+    """What mask, scores and dropout say without their tensors, which go into `operands`.
+
+    Raises TypeError for objects of other kinds, ValueError for two of one built-in score.
+    """
+    if mask is not None and not isinstance(mask, Mask):
+        fail(TypeError, "mask must be a kilat mask or None (a bool tensor goes into Dense)", type=type(mask).__name__)
+    structure: Mask | None = mask
+    if mask is not None:
+        tensors = mask.tensors()
+        if tensors:
+            operands.mask_tensors = _tensors(tensors)
+            structure = mask.structure()
+    ordered: tuple[ScoreModifier, ...] = ()
+    if scores != ():
+        ordered = _scores(scores, operands)
+    operands.sink = sink
+    kind, p = ("", 0.0) if dropout is None else _dropout(dropout, operands)
+    return structure, ordered, kind, p
+
+
+def _scores(scores: Sequence[ScoreModifier], operands: Operands) -> tuple[ScoreModifier, ...]:
+    if not isinstance(scores, list | tuple | ScoreModifier):
+        fail(TypeError, "scores must be a sequence of Softcap, Alibi, Bias and Score", type=type(scores).__name__)
+    ordered = in_order(scores)
+    operands.score_tensors = tuple([_tensors(score.tensors()) for score in ordered])
+    return tuple([score.structure() for score in ordered])
+
+
+def _tensors(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return tuple([x if isinstance(x, Tensor) else as_tensor("a tensor of a mask or score", x) for x in values])
+
+
+def _dropout(dropout: Any, operands: Operands) -> tuple[str, float]:
+    if not isinstance(dropout, Dropout):
+        fail(TypeError, "dropout must be a Dropout or None", type=type(dropout).__name__)
+    if dropout.keep is not None:
+        (operands.keep,) = _tensors((dropout.keep,))
+        return "keep", dropout.p
+    if dropout.p == 0.0:
+        return "", 0.0
+    if dropout.seed is None:
+        # Drawn on q's device and never read here: checkpointing and graph replays draw again, from torch's own state.
+        low, high = -(2**63), 2**63 - 1
+        drawn = torch.randint(low, high, (2,), dtype=torch.int64, device=operands.q.device, generator=dropout.generator)
+        operands.seed, operands.offset = drawn.unbind()
+    else:
+        operands.seed = dropout.seed
+        operands.offset = 0 if dropout.offset is None else dropout.offset
+    return "philox", dropout.p
+
+
+def autocast(operands: Operands, cached: bool) -> None:
+    """Cast q, k and v as torch.autocast says (q alone, to the cache's dtype, if `cached`); float64 stays."""
+    device = operands.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return
+    if cached:
+        operands.q = operands.q.to(operands.k.dtype)
+        return
+    dtype = torch.get_autocast_dtype(device)
+    for name in ("q", "k", "v"):
+        value = getattr(operands, name)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+            setattr(operands, name, value.to(dtype))

@@ -1,0 +1,152 @@
+"""Appending to a cache with index operations: the CPU's way, and every cache's until a backend brings its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kilat.numpy_door import as_tensor, int32_tensor
+from kilat.validate_basic import check_device, check_int32, check_rank, check_tensor, fail
+from kilat.validate_values import check_pages
+
+if TYPE_CHECKING:
+    from kilat.kv.cache import Cache
+    from kilat.kv.rotary import Rotary
+
+
+def append(cache: Cache, k_new: Any, v_new: Any, cu_seqlens_new: Any, batch_index: Any, rotary: Rotary | None) -> None:
+    """The work of `Cache.append`: check, place each token, turn the keys, write, count."""
+    k_new, v_new = _new("k_new", k_new, cache), None if v_new is None else _new("v_new", v_new, cache)
+    if isinstance(cu_seqlens_new, np.ndarray):
+        cu_seqlens_new = int32_tensor("cu_seqlens_new", cu_seqlens_new)
+    _check_tensors(cache, k_new, v_new, cu_seqlens_new is not None)
+    entries = cache.batch if batch_index is None else len(batch_index)
+    if cu_seqlens_new is not None:
+        check_int32("cu_seqlens_new", cu_seqlens_new, (entries + 1,), "n + 1", cache.k.device)
+    elif k_new.shape[0] != entries:
+        fail(ValueError, "k_new must have an entry for each sequence appended to", k_new=k_new.shape, sequences=entries)
+    index = _batch_index(batch_index, cache)
+    checked = cache.k.device.type == "cpu" and not torch.compiler.is_compiling()
+    if checked:
+        _check_values(cache, k_new, cu_seqlens_new, index)
+    entry, t, counts = _tokens(k_new, cu_seqlens_new, entries, cache.k.device, checked)
+    sequence = entry if index is None else index[entry]
+    position = cache.lengths.long()[sequence] + t
+    k_flat = k_new.flatten(0, 1) if cu_seqlens_new is None else k_new[: entry.shape[0]]
+    v_flat = v_new if v_new is None else v_new.flatten(0, 1) if cu_seqlens_new is None else v_new[: entry.shape[0]]
+    if rotary is not None:
+        k_flat = rotary.turn(k_flat, position)
+    if not checked and not torch.compiler.is_compiling():
+        room = (position < cache.capacity).nonzero()[:, 0]
+        cache.overflow.logical_or_((position >= cache.capacity).any())
+        sequence, position, k_flat = sequence[room], position[room], k_flat[room]
+        v_flat = None if v_flat is None else v_flat[room]
+    with torch.no_grad():
+        where = cache.locate(sequence, position)
+        cache.k.index_put_(where, k_flat)
+        if v_flat is not None:
+            cache.v.index_put_(where, v_flat)
+        _count(cache, index, counts)
+
+
+def _new(name: str, value: Any, cache: Cache) -> Tensor:
+    if isinstance(value, np.ndarray) is not cache.holds_numpy:
+        fail(
+            TypeError,
+            f"{name} and the cache must be both torch tensors or both NumPy arrays",
+            type=type(value).__name__,
+        )
+    tensor = as_tensor(name, value) if isinstance(value, np.ndarray) else check_tensor(name, value)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        fail(ValueError, f"caches are forward only: {name} must not require grad", requires_grad=True)
+    if not cache.writable:
+        raise ValueError("an append needs writable arrays; got a cache over read-only ones")
+    return tensor
+
+
+def _check_tensors(cache: Cache, k_new: Tensor, v_new: Tensor | None, ragged: bool) -> None:
+    if getattr(cache, "k_scale", None) is not None or getattr(cache, "v_scale", None) is not None:
+        raise NotImplementedError("appending to quantised pages comes later; got a cache with k_scale or v_scale")
+    if (v_new is None) is not cache.shares_values:
+        wanted = "None, the values being a part of the keys" if cache.shares_values else "given"
+        fail(ValueError, f"v_new must be {wanted}", v_new=None if v_new is None else v_new.shape)
+    axes = ("total",) if ragged else ("n", "seqlen")
+    pairs = [("k_new", k_new, cache.k)] + ([] if v_new is None else [("v_new", v_new, cache.v)])
+    for name, new, old in pairs:
+        check_rank(name, new, (*axes, "num_heads_kv", "head_dim"))
+        check_device(name, new, old.device)
+        if new.dtype != old.dtype:
+            fail(TypeError, f"{name} must have the cache's dtype {old.dtype}", dtype=new.dtype)
+        if new.shape[-2:] != old.shape[-2:]:
+            fail(ValueError, f"{name} must end in {list(old.shape[-2:])}", shape=new.shape)
+        if new.shape[: len(axes)] != k_new.shape[: len(axes)]:
+            fail(ValueError, "k_new and v_new must have the same tokens", k_new=k_new.shape, v_new=new.shape)
+
+
+def _batch_index(batch_index: Any, cache: Cache) -> Tensor | None:
+    if batch_index is None:
+        return None
+    index = torch.as_tensor(batch_index, device=cache.k.device)
+    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        fail(TypeError, "batch_index must be integers [n]", shape=index.shape, dtype=index.dtype)
+    return index.long()
+
+
+def _check_values(cache: Cache, k_new: Tensor, cu_seqlens_new: Tensor | None, index: Tensor | None) -> None:
+    """ValueError unless offsets are offsets, sequences exist and differ, and every token has room (and a page)."""
+    rows = np.arange(cache.batch) if index is None else index.numpy()
+    if index is not None:
+        if rows.size and (rows.min() < 0 or rows.max() >= cache.batch):
+            fail(
+                ValueError, "batch_index must name sequences of the cache", batch=cache.batch, batch_index=rows.tolist()
+            )
+        if np.unique(rows).size != rows.size:
+            fail(ValueError, "batch_index must not name a sequence twice", batch_index=rows.tolist())
+    if cu_seqlens_new is None:
+        counts = np.full(rows.size, k_new.shape[1], np.int64)
+    else:
+        offsets = cu_seqlens_new.numpy().astype(np.int64)
+        counts = np.diff(offsets)
+        if offsets[0] != 0 or (counts < 0).any() or offsets[-1] > k_new.shape[0]:
+            wanted = f"cu_seqlens_new must start at 0, never decrease and end at {k_new.shape[0]} or before"
+            fail(ValueError, wanted, cu_seqlens_new=offsets.tolist())
+    lengths = cache.lengths.numpy()[rows].astype(np.int64)
+    after = lengths + counts
+    if after.size and (after.max() > cache.capacity or lengths.min() < 0):
+        b = int(after.argmax() if after.max() > cache.capacity else lengths.argmin())
+        got = {f"lengths[{rows[b]}]": int(lengths[b]), "new": int(counts[b]), "capacity": cache.capacity}
+        fail(ValueError, "an append must stay within the capacity", **got)
+    table = getattr(cache, "page_table", None)
+    if table is not None:
+        check_pages(table[torch.from_numpy(rows)], torch.from_numpy(after), cache.k.shape[1], cache.k.shape[0])
+
+
+def _tokens(
+    k_new: Tensor, cu_seqlens_new: Tensor | None, entries: int, device: torch.device, checked: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(entry, place in its entry) of each token, int64 [tokens], and the tokens of each entry, int32 [entries]."""
+    if cu_seqlens_new is None:
+        seqlen = k_new.shape[1]
+        entry = torch.arange(entries, device=device).repeat_interleave(seqlen)
+        t = torch.arange(seqlen, device=device).repeat(entries)
+        return entry, t, torch.full((entries,), seqlen, dtype=torch.int32, device=device)
+    counts = cu_seqlens_new.diff()
+    # Tokens past the last offset belong to no sequence; where offsets are not read, they end at the last token.
+    total = int(cu_seqlens_new[-1]) if checked else k_new.shape[0]
+    token = torch.arange(total, device=device)
+    entry = torch.searchsorted(cu_seqlens_new[1:].long(), token, right=True)
+    if not checked:
+        entry = entry.clamp(max=max(entries - 1, 0))
+    return entry, token - cu_seqlens_new.long()[entry], counts
+
+
+def _count(cache: Cache, index: Tensor | None, counts: Tensor) -> None:
+    if index is None:
+        cache.lengths.add_(counts)
+    else:
+        cache.lengths.index_add_(0, index, counts.to(cache.lengths.dtype))
+    if cache.k.device.type != "cpu":
+        cache.lengths.clamp_(max=cache.capacity)

@@ -1,0 +1,103 @@
+"""What all caches share: the caller's tensors, their lengths, and appending."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kilat.numpy_door import as_tensor, int32_tensor
+from kilat.problem import Operands
+from kilat.validate_basic import check_device, check_int32, check_rank, check_tensor, fail
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from kilat.kv.rotary import Rotary
+
+
+class Cache:
+    """Keys and values of several sequences, in tensors of the caller that are never copied.
+
+    A subclass sets `k` and `v`, whose last two axes are [num_heads_kv, head_dim] and whose first two are what `locate`
+    returns indices of, and `lengths` int32 [batch], the tokens of each sequence; and defines `batch`, `capacity`,
+    `locate` and `operands`. `overflow` is a bool tensor [], set where an append found no room and could not raise.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    overflow: Tensor
+    shares_values = False
+    """Whether v is a part of k, so that an append writes keys only."""
+
+    def __init__(self, k: Any, v: Any, lengths: Any) -> None:
+        self.holds_numpy = isinstance(k, np.ndarray)
+        for name, value in (("k", k), ("v", v), ("lengths", lengths)):
+            if isinstance(value, np.ndarray) is not self.holds_numpy:
+                fail(
+                    TypeError, "a cache must hold either torch tensors or NumPy arrays", **{name: type(value).__name__}
+                )
+        self.writable = not self.holds_numpy or all(x.flags.writeable for x in (k, v, lengths))
+        self.k, self.v, self.lengths = shared("k", k), shared("v", v), shared("lengths", lengths)
+        if self.lengths.dim() != 1:
+            fail(ValueError, "lengths must be [batch]", shape=self.lengths.shape)
+        check_int32("lengths", self.lengths, self.lengths.shape, "batch", self.k.device)
+        self.overflow = torch.zeros((), dtype=torch.bool, device=self.k.device)
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that a sequence can have."""
+        raise NotImplementedError(f"{type(self).__name__} must define capacity")
+
+    def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        """Indices of the first axes of k and v for tokens at `position` of `sequence`, both int64 [n]."""
+        raise NotImplementedError(f"{type(self).__name__} must define locate")
+
+    def operands(self, q: Any) -> Operands:
+        """Operands of a call: k, v, `seqlens_kv`, and for pages `page_table`."""
+        return Operands(q, self.k, self.v, seqlens_kv=self.lengths)
+
+    def append(
+        self,
+        k_new: Any,
+        v_new: Any,
+        *,
+        cu_seqlens_new: Any = None,
+        batch_index: Any = None,
+        rotary: Rotary | None = None,
+    ) -> Self:
+        """Write new keys and values behind those of each sequence, then add their number to `lengths`, all in place.
+
+        - k_new, v_new [n, seqlen, num_heads_kv, head_dim], or [total, num_heads_kv, head_dim] with cu_seqlens_new
+          int32 [n + 1]; v_new is None where the values are a part of the keys.
+        - batch_index: integers [n], the sequences that the new tokens belong to; None means all, in order.
+        - rotary: turns k_new to its positions lengths[b] + t first.
+
+        Returns the cache. Raises ValueError before anything is written where there is no room; on a GPU what fits is
+        written and `overflow` set.
+        """
+        from kilat.kv.append import append
+
+        append(self, k_new, v_new, cu_seqlens_new, batch_index, rotary)
+        return self
+
+
+def shared(name: str, value: Any) -> Tensor:
+    """A tensor over the caller's memory: writes must reach it."""
+    if not isinstance(value, np.ndarray):
+        return check_tensor(name, value)
+    tensor = as_tensor(name, value)
+    if value.size and tensor.data_ptr() != value.__array_interface__["data"][0]:
+        fail(ValueError, f"{name} must have strides that torch can address", strides=value.strides)
+    return tensor
+
+
+__all__ = ["Cache", "check_device", "check_rank", "int32_tensor", "shared"]

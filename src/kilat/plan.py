@@ -1,0 +1,123 @@
+"""From the arguments of a call to a Problem and a backend, remembered, so that the same call costs a look-up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kilat import config
+from kilat.dispatch import choose
+from kilat.validate import problem_of
+from kilat.validate_values import check_values, has_values
+from kilat.views import Fix, fixes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kilat.backends.protocol import Backend
+    from kilat.problem import Operands, Options, Problem
+
+PLAIN = ("q", "k", "v")
+"""The operands of a call without any optional tensor."""
+
+MAX_PLANS = 4096
+"""Plans kept; all are dropped when there are more (each costs a millisecond to make again, at most)."""
+
+_plans: dict[Any, Plan] = {}
+
+
+class Plan:
+    """What a kind of call needs: its Problem, the backend, the operands' names and how some of them must be viewed."""
+
+    __slots__ = ("_backward", "backend", "checked", "fixes", "names", "options", "problem", "wanted")
+
+    def __init__(self, options: Options, operands: Operands, names: tuple[str, ...], wanted: tuple[bool, ...]) -> None:
+        self.options = options
+        self.names = names
+        self.wanted = wanted
+        self.problem: Problem = problem_of(options, operands, gradients(options, names, wanted))
+        self.backend: Backend = choose(self.problem, options.backend)
+        self.fixes: tuple[Fix, ...] = fixes_of(options, operands, names)
+        self.checked = has_values(operands) and (operands.q.device.type == "cpu" or config.check_values())
+        self._backward: dict[tuple[bool, ...], Problem] = {}
+
+    def check(self, operands: Operands) -> None:
+        """Raise ValueError if lengths, offsets or page tables hold values that cannot be."""
+        if self.checked:
+            check_values(self.problem, operands)
+
+    def backward_problem(self, wanted: tuple[bool, ...]) -> Problem:
+        """The Problem of a backward pass that must return the gradients of the operands marked in `wanted`."""
+        if wanted == self.wanted:
+            return self.problem
+        problem = self._backward.get(wanted)
+        if problem is None:
+            grad_of = gradients(self.options, self.names, wanted)
+            problem = replace(self.problem, needs_grad=True, grad_of=grad_of, memo={})
+            self._backward[wanted] = problem
+        return problem
+
+
+def gradients(options: Options, names: tuple[str, ...], wanted: tuple[bool, ...]) -> frozenset[str]:
+    """`Problem.grad_of` for the operands marked in `wanted`."""
+    found: set[str] = set()
+    for name, want in zip(names, wanted, strict=False):
+        if not want:
+            continue
+        kind, _, index = name.partition(".")
+        if kind == "score":
+            kind = {"Bias": "bias", "Score": "score_tensors"}.get(type(options.scores[int(index[0])]).__name__, "")
+        if kind in ("q", "k", "v", "sink", "bias", "score_tensors"):
+            found.add(kind)
+    return frozenset(found)
+
+
+def lookup(options: Options, operands: Operands, names: tuple[str, ...], grad: bool) -> Plan:
+    """The plan of a call; made, with every check, if it is new. `grad`: gradients may be asked for."""
+    q, k, v = operands.q, operands.k, operands.v
+    try:
+        key: tuple[Any, ...] = (
+            options,
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.device,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.device,
+        )
+        wanted: tuple[bool, ...] = ()
+        if names is PLAIN:
+            if grad:
+                wanted = (q.requires_grad, k.requires_grad, v.requires_grad)
+        else:
+            extras = operands.flatten(names)
+            key += (names, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras[3:]])
+            if grad:
+                wanted = tuple([x.requires_grad for x in extras])
+        key += (wanted if True in wanted else (), operands.out is not None and _meta(operands.out))
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        # Something is not a strided tensor, or an option cannot be hashed: validation says which, in its own words.
+        problem_of(options, operands)
+        raise
+    if plan is None:
+        plan = Plan(options, operands, names, wanted if True in wanted else ())
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _meta(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def clear() -> None:
+    """Forget every plan (tests, and a change of the list of backends)."""
+    _plans.clear()
