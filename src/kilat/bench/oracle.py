@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kilat.numerics import accumulation_dtype, budget
+
 CHUNK = 512
 
 
 @dataclass(frozen=True)
-class HeadGradients:
-    """Float64 results of one head: rows of out and dq `[rows, dim]`, keys of dk and dv `[keys, dim]`."""
+class Expected:
+    """Three float64 versions of a result, as `numerics.budget` wants them, and the largest visible |score|."""
 
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    exact: Tensor
+    rounded: Tensor
+    magnitude: Tensor
+    max_score: float
+
+    def allowed(self, dtype: str) -> float:
+        """Return the largest error that the budget allows a result computed and stored in `dtype`."""
+        sums = accumulation_dtype(dtype)
+        limits = budget(
+            self.exact, self.rounded, self.magnitude, dtype=dtype, accumulate=sums, max_score=self.max_score
+        )
+        return limits.limit
 
 
-def _visible(rows: Tensor, seqlen_q: int, seqlen_kv: int, causal: bool) -> Tensor | None:
-    """Bottom-right causal visibility of some rows, bool `[rows, seqlen_kv]`; None if everything is visible."""
-    if not causal:
-        return None
-    return torch.arange(seqlen_kv) <= rows[:, None] + (seqlen_kv - seqlen_q)
+@dataclass(frozen=True)
+class _Head:
+    """One query head of one sequence in float64, and the rounding to its dtype."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    store: Callable[[Tensor], Tensor]
 
-def _probabilities(q_rows: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) of some rows in float64, zero for rows that see nothing: `[rows, seqlen_kv]`."""
-    s = q_rows.double() @ k.double().T * q_rows.shape[-1] ** -0.5
-    if visible is not None:
-        s = s.masked_fill(~visible, float("-inf"))
-    return torch.nan_to_num(torch.softmax(s, -1), nan=0.0)
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> _Head:
+        """Take one head's `[seqlen, dim]` tensors."""
+        dtype = q.dtype
+        return _Head(q.double(), k.double(), v.double(), causal, lambda x: x.to(dtype).double())
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """s = q k^T / sqrt(head_dim) of some rows, -inf where causality (aligned bottom-right) hides a key."""
+        s = self.q[rows] @ self.k.T * self.q.shape[-1] ** -0.5
+        if not self.causal:
+            return s
+        seqlen_q, seqlen_kv = self.q.shape[0], self.k.shape[0]
+        hidden = torch.arange(seqlen_kv) > rows[:, None] + (seqlen_kv - seqlen_q)
+        return s.masked_fill(hidden, float("-inf"))
+
+    def attend(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        """Return p, out, out with stored P rounded, out's magnitude, and the largest |s| of some rows."""
+        s = self.scores(rows)
+        peak = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+        weights = torch.exp(s - peak)  # what a kernel stores before it divides by the sum
+        total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        p = weights / total
+        max_score = float(s.abs().nan_to_num(posinf=0.0).max()) if s.numel() else 0.0
+        return p, p @ self.v, self.store(weights) @ self.v / total, p @ self.v.abs(), max_score
 
 
 def sample_rows(seqlen: int, count: int) -> Tensor:
@@ -42,56 +74,69 @@ def sample_rows(seqlen: int, count: int) -> Tensor:
     return torch.linspace(0, seqlen - 1, count).round().long().unique()
 
 
-def forward_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, causal: bool) -> Tensor:
+def forward_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, causal: bool) -> Expected:
     """Float64 attention of sampled query rows.
 
     q is `[batch, seqlen_q, num_heads_q, head_dim]`, k and v `[batch, seqlen_kv, num_heads_kv, dim]`, rows int64
-    `[rows]`; the result is `[batch, rows, num_heads_q, head_dim_v]`. Memory is O(rows * seqlen_kv) for one head at a
-    time.
+    `[rows]`; results are `[batch, rows, num_heads_q, head_dim_v]`. Memory is O(512 * seqlen_kv), a head at a time.
     """
-    batch, seqlen_q, num_heads, _ = q.shape
-    seqlen_kv, group = k.shape[1], num_heads // k.shape[2]
-    visible = _visible(rows, seqlen_q, seqlen_kv, causal)
-    out = torch.empty(batch, len(rows), num_heads, v.shape[-1], dtype=torch.float64)
+    batch, _, num_heads, _ = q.shape
+    group = num_heads // k.shape[2]
+    shape = (batch, len(rows), num_heads, v.shape[-1])
+    exact, rounded, magnitude = (torch.empty(shape, dtype=torch.float64) for _ in range(3))
+    max_score = 0.0
     for b in range(batch):
         for h in range(num_heads):
-            p = _probabilities(q[b, rows, h], k[b, :, h // group], visible)
-            out[b, :, h] = p @ v[b, :, h // group].double()
-    return out
+            head = _Head.of(q[b, :, h], k[b, :, h // group], v[b, :, h // group], causal)
+            for at in torch.arange(len(rows)).split(CHUNK):
+                found = head.attend(rows[at])
+                exact[b, at, h], rounded[b, at, h], magnitude[b, at, h] = found[1:4]
+                max_score = max(max_score, found[4])
+    return Expected(exact, rounded, magnitude, max_score)
+
+
+class _Sums:
+    """dq at all rows, dk and dv at sampled keys, summed over blocks of query rows."""
+
+    def __init__(self, head: _Head, keys: Tensor) -> None:
+        self.keys = keys
+        self.dq = torch.empty_like(head.q)
+        self.dk = torch.zeros_like(head.k[keys])
+        self.dv = torch.zeros_like(head.v[keys])
+
+    def add(self, block: Tensor, p: Tensor, ds: Tensor, q: Tensor, k: Tensor, do: Tensor) -> None:
+        """dq = scale ds k, dk += scale ds^T q, dv += p^T do, for one block of rows."""
+        scale = q.shape[-1] ** -0.5
+        self.dq[block] = scale * ds @ k
+        self.dk += scale * ds[:, self.keys].T @ q
+        self.dv += p[:, self.keys].T @ do
 
 
 def head_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, rows: Tensor, keys: Tensor, *, causal: bool
-) -> HeadGradients:
-    """Float64 out, dq, dk and dv of one head, at sampled rows and keys, by a pass over blocks of query rows.
+) -> dict[str, Expected]:
+    """Float64 dq at sampled rows, dk and dv at sampled keys, of one head, by a pass over blocks of query rows.
 
-    With p the probabilities, dp = do v^T and delta = sum(do * out): dv = p^T do, ds = p * (dp - delta), dq = scale ds
-    k and dk = scale ds^T q. q, k, v and do are one head's `[seqlen, dim]`; the pass holds 512 rows of scores at a
-    time.
+    With p the probabilities, dp = do v^T and delta = sum(do * out): ds = p * (dp - delta), dv = p^T do,
+    dq = scale ds k and dk = scale ds^T q. q, k, v and do are one head's `[seqlen, dim]`; 512 rows of scores are held at
+    a time. Rounded: P, out and dS in the dtype of q, as kernels store them; magnitude: all terms positive.
     """
-    seqlen_q, scale = q.shape[0], q.shape[-1] ** -0.5
-    k64, v64 = k.double(), v.double()
-    out = torch.empty(seqlen_q, v.shape[-1], dtype=torch.float64)
-    dq = torch.empty(seqlen_q, q.shape[-1], dtype=torch.float64)
-    dk = torch.zeros(len(keys), k.shape[-1], dtype=torch.float64)
-    dv = torch.zeros(len(keys), v.shape[-1], dtype=torch.float64)
-    for start in range(0, seqlen_q, CHUNK):
-        block = torch.arange(start, min(seqlen_q, start + CHUNK))
-        visible = _visible(block, seqlen_q, k.shape[0], causal)
-        p = _probabilities(q[block], k64, visible)  # [block, seqlen_kv]
-        do64 = do[block].double()
-        out[block] = p @ v64
-        delta = (do64 * out[block]).sum(-1, keepdim=True)
-        ds = p * (do64 @ v64.T - delta)
-        dq[block] = scale * ds @ k64
-        dk += scale * ds[:, keys].T @ q[block].double()
-        dv += p[:, keys].T @ do64
-    return HeadGradients(out[rows], dq[rows], dk, dv)
-
-
-def max_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference, in float64; inf if anything is not finite where it should be."""
-    if actual.numel() == 0:
-        return 0.0
-    difference = (actual.double() - expected.double()).abs()
-    return float(torch.nan_to_num(difference, nan=float("inf")).max())
+    head = _Head.of(q, k, v, causal)
+    plain, rounded, magnitude = (_Sums(head, keys) for _ in range(3))
+    max_score = 0.0
+    for block in torch.arange(q.shape[0]).split(CHUNK):
+        p, out, out_rounded, out_magnitude, largest = head.attend(block)
+        max_score = max(max_score, largest)
+        do64, q64 = do[block].double(), head.q[block]
+        dp = do64 @ head.v.T
+        ds = p * (dp - (do64 * out).sum(-1, keepdim=True))
+        plain.add(block, p, ds, q64, head.k, do64)
+        ds = head.store(p * (dp - (do64 * head.store(out_rounded)).sum(-1, keepdim=True)))
+        rounded.add(block, head.store(p), ds, q64, head.k, do64)
+        ds = p * (do64.abs() @ head.v.abs().T + (do64.abs() * out_magnitude).sum(-1, keepdim=True))
+        magnitude.add(block, p, ds, q64.abs(), head.k.abs(), do64.abs())
+    return {
+        "dq": Expected(plain.dq[rows], rounded.dq[rows], magnitude.dq[rows], max_score),
+        "dk": Expected(plain.dk, rounded.dk, magnitude.dk, max_score),
+        "dv": Expected(plain.dv, rounded.dv, magnitude.dv, max_score),
+    }

@@ -87,7 +87,7 @@ def generate(
     temperature: float = 0.6,
     seed: int = 0,
 ) -> str:
-    """Continue a prompt by `length` sampled bytes and return the continuation with line ends shown as spaces."""
+    """Continue a prompt by `length` sampled bytes, line ends as spaces, unprintable characters as dots."""
     if not prompt:
         raise ValueError("prompt must hold at least one byte; got none")
     generator = torch.Generator().manual_seed(seed)
@@ -97,4 +97,4 @@ def generate(
         token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
         tokens = torch.cat([tokens, token[None]], 1)
     text = bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", errors="replace")
-    return " ".join(text.split())
+    return "".join(c if c.isprintable() else "·" for c in " ".join(text.split()))
