@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,6 +12,8 @@ from kilat.backends.cpu.emit import F32, F64, I8, I16, I32, I64, PTR, Function, 
 from kilat.backends.cpu.isa import Isa, supported_isas
 
 ISAS = supported_isas()
+# One set for each register width: what the rest adds (dot products, tiles, half types) few operations can see.
+WIDTHS = list({isa.lanes32: isa for isa in reversed(ISAS)}.values())
 NUMPY_TYPES = {F32: np.float32, F64: np.float64, I8: np.int8, I16: np.int16, I32: np.int32, I64: np.int64}
 Body = Callable[[Function, list[Value]], Sequence[Value]]
 
@@ -18,7 +21,7 @@ Body = Callable[[Function, list[Value]], Sequence[Value]]
 def evaluate(
     name: str, isa: Isa, lanes: int, inputs: Sequence[tuple[Type, np.ndarray]], results: Sequence[Type], body: Body
 ) -> list[np.ndarray]:
-    """Map body over arrays of one length, `lanes` elements at a time (0: scalars); `name` stands for body."""
+    """Map body over arrays of one length, `lanes` elements at a time (0: scalars)."""
     step, count = max(lanes, 1), len(inputs[0][1])
     padded = -(-count // step) * step
 
@@ -35,13 +38,19 @@ def evaluate(
                     f.store(f.coerce(value, t.vec(lanes)), p.at(i * t.bytes))
         return module.text()
 
-    address = jit.compile_module(build, f"test {name} {lanes}", ["worker"], isa)["worker"]
+    address = compiled(name, isa, build())
     sources = [np.resize(a.astype(NUMPY_TYPES[t], copy=False), padded) for t, a in inputs]
     outputs = [np.zeros(padded, NUMPY_TYPES[t]) for t in results]
     arrays = [np.array([padded]), *sources, *outputs]
     parameters = np.array([a.ctypes.data for a in arrays])
     pool.run(address, parameters.ctypes.data, 1)
     return [a[:count] for a in outputs]
+
+
+def compiled(name: str, isa: Isa, text: str) -> int:
+    """The address of `worker`; unlike a kernel's name, that of a test does not tell its text, so its hash joins it."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return jit.compile_module(lambda: text, f"test {name} {digest}", ["worker"], isa)["worker"]
 
 
 def run_module(name: str, isa: Isa, write: Callable[[Module, Function], None], *arrays: np.ndarray) -> None:
@@ -53,6 +62,6 @@ def run_module(name: str, isa: Isa, write: Callable[[Module, Function], None], *
             write(module, f)
         return module.text()
 
-    address = jit.compile_module(build, f"test {name}", ["worker"], isa)["worker"]
+    address = compiled(name, isa, build())
     parameters = np.array([a.ctypes.data for a in arrays])
     pool.run(address, parameters.ctypes.data, 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from emitted import ISAS, NUMPY_TYPES, evaluate
+from emitted import ISAS, NUMPY_TYPES, WIDTHS, evaluate
 
 from kilat.backends.cpu import math
 from kilat.backends.cpu.emit import BF16, F16, F32, F64, I16, I32, Function, Type, Value
@@ -19,10 +19,6 @@ SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0])
 # NaNs whose low bits are set: arithmetic on bits instead of numbers turns them into numbers
 POISON = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00001, 0xFFC00001], np.uint32).view(np.float32)
 FLOATS = pytest.mark.parametrize("t", [F32, F64], ids=str)
-
-
-# Float arithmetic differs by the number of lanes and by fused multiply-add; only the half types need every set.
-WIDTHS = list({isa.lanes32: isa for isa in reversed(ISAS)}.values())
 
 
 @pytest.fixture(params=WIDTHS, ids=lambda isa: isa.name)
