@@ -6,17 +6,14 @@ stands in compile keys and travels in the spec string of a custom operator; the 
 
 from __future__ import annotations
 
+import ast
 import importlib
-import json
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
-
-from kilat import symbolic
-from kilat.symbolic import Expr
 
 S = TypeVar("S", bound="Structured")
 
@@ -90,12 +87,12 @@ class Structured:
 
     def to_text(self) -> str:
         """The structure as text."""
-        return json.dumps(_encode(self), separators=(",", ":"))
+        return _encode(self.structure())
 
     @classmethod
     def from_text(cls: type[S], text: str) -> S:
-        """The structure that `to_text` wrote; raises ValueError for other text, TypeError for another class."""
-        value = _decode(json.loads(text))
+        """The structure that `to_text` wrote; raises TypeError if it is of another class."""
+        value = _decode(ast.literal_eval(text))
         if not isinstance(value, cls):
             raise TypeError(f"text must describe a {cls.__name__}; got {text!r}")
         return value
@@ -140,35 +137,36 @@ def _build(cls: type[S], values: dict[str, Any]) -> S:
     return new
 
 
-def _encode(value: Any, where: str = "") -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Expr):
-        return {"expr": symbolic.to_text(value)}
+def _encode(value: Any, where: str = "") -> str:
+    """A value as a Python literal, in plain string operations that torch.compile can follow."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, float):
+        return f"('float',{value.hex()!r})"
     if isinstance(value, tuple):
-        return {"tuple": [_encode(v, where) for v in cast("tuple[Any, ...]", value)]}
+        return "('tuple'," + "".join([_encode(v, where) + "," for v in cast("tuple[Any, ...]", value)]) + ")"
     if isinstance(value, Slot):
-        return {"slot": 0}
+        return "('slot',)"
     if isinstance(value, Structured):
-        structure = value.structure()
-        values = {
-            f.name: _encode(getattr(structure, f.name), f"{type(value).__name__}.{f.name}") for f in _fields(value)
-        }
-        return {"class": _class_name(type(value)), "fields": values}
+        items: list[str] = []
+        for f in _fields(value):
+            field_value = getattr(value, f.name)
+            items.append(f",{f.name!r}," + _encode(field_value, f"{type(value).__name__}.{f.name}"))
+        return f"('class',{_class_name(type(value))!r}" + "".join(items) + ")"
     raise TypeError(f"{where} must hold numbers, strings, masks, or tensors named in tensor_fields; got {value!r}")
 
 
 def _decode(value: Any) -> Any:
-    if not isinstance(value, dict):
+    if not isinstance(value, tuple):
         return value
-    value = cast("dict[str, Any]", value)
-    if "expr" in value:
-        return symbolic.from_text(value["expr"])
-    if "tuple" in value:
-        return tuple(_decode(v) for v in value["tuple"])
-    if "slot" in value:
+    kind, *rest = cast("tuple[Any, ...]", value)
+    if kind == "float":
+        return float.fromhex(rest[0])
+    if kind == "tuple":
+        return tuple(_decode(v) for v in rest)
+    if kind == "slot":
         return SLOT
-    return _build(_find(value["class"]), {n: _decode(v) for n, v in value["fields"].items()})
+    return _build(_find(rest[0]), {n: _decode(v) for n, v in zip(rest[1::2], rest[2::2], strict=True)})
 
 
 def _find(name: str) -> type[Structured]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kilat.structure import Slot, Structured, TensorEquality, as_numpy, shape_of
+from kilat.structure import Slot, Structured, as_numpy, shape_of
 from kilat.symbolic import Expr, Load, SymbolicTensor, Traced, Var
 from kilat.symbolic.trace import tensor_kind
 
@@ -105,8 +105,8 @@ class IntervalMask(Mask):
         return _interval_predicate(self)
 
 
-@dataclass(frozen=True, eq=False)
-class And(TensorEquality, Mask):
+@dataclass(frozen=True)
+class And(Mask):
     """Keys that both masks show; made by `&`."""
 
     left: Mask
@@ -219,7 +219,7 @@ def bounds(mask: Mask | None, b: int, q_len: int, kv_len: int) -> Int32:
     its tensors. Raises ValueError if a bound decreases, TypeError for a mask that is not made of intervals.
     """
     key = (mask, q_len, kv_len)
-    cached = _cache.get(key) if mask is None or not mask.tensors() else None
+    cached = _cache.get(key)  # masks with tensors, which may change in place, are never put there
     if cached is not None:
         return cached
     result = _bounds(mask, b, q_len, kv_len)

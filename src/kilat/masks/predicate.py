@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kilat.masks.core import Mask
 from kilat.structure import TensorEquality
-from kilat.symbolic import Expr, Var, nodes, trace
+from kilat.symbolic import Expr, Var, from_text, nodes, trace_to_text
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -18,16 +18,18 @@ class Predicate(TensorEquality, Mask):
     A function that takes (b, h, q_pos, j) alone may read the tensors of `tensors=` from the scope around it.
     """
 
-    expr: Expr
+    text: str
     tables: tuple[Any, ...]
     tensor_fields: ClassVar[tuple[str, ...]] = ("tables",)
 
     def __init__(self, fn: Callable[..., Any], tensors: Sequence[Any] = ()) -> None:
-        expr = trace(fn, ("b", "h", "q_pos", "j"), tensors)
-        if expr.kind != "bool":
-            raise TypeError(f"fn must return a boolean; got kind {expr.kind} for {expr!r}")
-        object.__setattr__(self, "expr", expr)
+        object.__setattr__(self, "text", trace_to_text(fn, ("b", "h", "q_pos", "j"), tensors, "bool"))
         object.__setattr__(self, "tables", tuple(tensors))
+
+    @property
+    def expr(self) -> Expr:
+        """The traced function; `text` is the same as text."""
+        return from_text(self.text)
 
     @property
     def name(self) -> str:

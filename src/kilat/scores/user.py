@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kilat.scores.core import ScoreModifier
 from kilat.structure import TensorEquality
-from kilat.symbolic import Call, Const, Expr, Load, derivative, partial_load, trace
+from kilat.symbolic import Expr, Load, derivative_to_text, from_text, partial_load, trace_to_text
 
 _NAMES = ("s", "b", "h", "q_pos", "j")
 
@@ -22,8 +22,8 @@ class Score(TensorEquality, ScoreModifier):
     `tensors=` from the scope around it. Float tensors have gradients: `partials`.
     """
 
-    expr: Expr
-    d_expr: Expr
+    text: str
+    d_text: str
     tables: tuple[Any, ...]
     tensor_fields: ClassVar[tuple[str, ...]] = ("tables",)
     unique = False
@@ -31,14 +31,21 @@ class Score(TensorEquality, ScoreModifier):
     def __init__(
         self, fn: Callable[..., Any], tensors: Sequence[Any] = (), derivative: Callable[..., Any] | None = None
     ) -> None:
-        expr = _float(trace(fn, _NAMES, tensors), "fn")
-        if derivative is None:
-            d_expr = _derivative(expr)
-        else:
-            d_expr = _float(trace(derivative, _NAMES, tensors), "derivative")
-        object.__setattr__(self, "expr", expr)
-        object.__setattr__(self, "d_expr", d_expr)
+        text = trace_to_text(fn, _NAMES, tensors, "float")
+        d_text = trace_to_text(derivative, _NAMES, tensors, "float") if derivative else derivative_to_text(text)
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "d_text", d_text)
         object.__setattr__(self, "tables", tuple(tensors))
+
+    @property
+    def expr(self) -> Expr:
+        """The traced function; `text` is the same as text."""
+        return from_text(self.text)
+
+    @property
+    def d_expr(self) -> Expr:
+        """Its derivative by s; `d_text` is the same as text."""
+        return from_text(self.d_text)
 
     @property
     def name(self) -> str:
@@ -47,15 +54,3 @@ class Score(TensorEquality, ScoreModifier):
     def partials(self) -> list[tuple[Load, Expr]]:
         """(element of a tensor, d expr / d element) for every element that the function reads of a float tensor."""
         return partial_load(self.expr)
-
-
-_derivative = derivative  # the constructor's argument of that name hides it
-
-
-def _float(expr: Expr, name: str) -> Expr:
-    """The expression as a float; raises TypeError for a boolean."""
-    if expr.kind == "bool":
-        raise TypeError(f"{name} must return a number; got kind bool for {expr!r}")
-    if isinstance(expr, Const):
-        return Const(float(expr.value))
-    return expr if expr.kind == "float" else Call("float", (expr,))

@@ -4,11 +4,11 @@ The lowest layer: it knows neither masks nor torch nor a compiler. A compiler wa
 node once, operands first.
 """
 
-from kilat.symbolic.calculus import derivative, partial_load
+from kilat.symbolic.calculus import derivative, derivative_to_text, partial_load
 from kilat.symbolic.evaluate import evaluate
 from kilat.symbolic.nodes import VARIABLES, Call, Const, Expr, Kind, Load, Var, nodes, substitute
 from kilat.symbolic.text import from_text, to_text
-from kilat.symbolic.trace import SymbolicTensor, Traced, trace
+from kilat.symbolic.trace import SymbolicTensor, Traced, trace, trace_to_text
 
 __all__ = [
     "VARIABLES",
@@ -21,6 +21,7 @@ __all__ = [
     "Traced",
     "Var",
     "derivative",
+    "derivative_to_text",
     "evaluate",
     "from_text",
     "nodes",
@@ -28,4 +29,5 @@ __all__ = [
     "substitute",
     "to_text",
     "trace",
+    "trace_to_text",
 ]

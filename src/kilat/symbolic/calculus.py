@@ -6,6 +6,7 @@ Subgradients at kinks: 0 for abs at 0; where operands of minimum and maximum tie
 from __future__ import annotations
 
 from kilat.symbolic.nodes import Call, Const, Expr, Load, Var, nodes
+from kilat.symbolic.text import from_text, to_text
 
 _ZERO, _ONE = Const(0.0), Const(1.0)
 
@@ -13,6 +14,14 @@ _ZERO, _ONE = Const(0.0), Const(1.0)
 def derivative(expr: Expr, name: str = "s") -> Expr:
     """d expr / d name; raises TypeError where the expression takes a floor or a remainder of that variable."""
     return _derive(expr, Var(name))
+
+
+def derivative_to_text(text: str) -> str:
+    """`derivative` by the score, from text to text; may be called while torch.compile traces the caller."""
+    return to_text(derivative(from_text(text)))
+
+
+derivative_to_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see trace.py
 
 
 def partial_load(expr: Expr) -> list[tuple[Load, Expr]]:

@@ -6,6 +6,8 @@ One item a node, operands first, separated by spaces; numbers in an item are the
 
 from __future__ import annotations
 
+import functools
+
 from kilat.symbolic.nodes import VARIABLES, Call, Const, Expr, Kind, Load, Var, nodes
 
 _KINDS: dict[str, Kind] = {"b": "bool", "i": "int", "f": "float"}
@@ -30,6 +32,7 @@ def to_text(expr: Expr) -> str:
     return " ".join(items)
 
 
+@functools.lru_cache(maxsize=1024)
 def from_text(text: str) -> Expr:
     """The expression that `to_text` wrote; raises ValueError for any other text."""
     done: list[Expr] = []

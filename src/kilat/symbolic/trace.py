@@ -13,6 +13,7 @@ from inspect import Parameter, signature
 from typing import Any, NoReturn
 
 from kilat.symbolic.nodes import COMPARISONS, Call, Const, Expr, Kind, Load, Var
+from kilat.symbolic.text import from_text, to_text
 
 _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
 
@@ -228,22 +229,55 @@ def trace(fn: Callable[..., object], names: Sequence[str], tensors: Sequence[Any
     `fn` takes the variables in the order of `names`, then the tensors; a function that takes the variables alone may
     instead read the same tensor objects from the scope around it. Raises TypeError for anything that cannot be traced.
     """
+    return from_text(trace_to_text(fn, names, tensors))
+
+
+def trace_to_text(
+    fn: Callable[..., object], names: Sequence[str], tensors: Sequence[Any] = (), kind: Kind | None = None
+) -> str:
+    """The text of `trace(fn, names, tensors)`; may be called while torch.compile traces the caller.
+
+    With a `kind` the result must have it, else TypeError; an int result becomes a float where that is wanted.
+    """
     if not callable(fn):
         raise TypeError(f"fn must be callable; got {fn!r}")
-    symbols: list[Any] = []
+    kinds: list[tuple[int, Kind]] = []
     for number, tensor in enumerate(tensors):
         if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
             raise TypeError(f"tensors must be tensors or arrays; got tensors[{number}]={tensor!r}")
-        ndim, kind = len(tensor.shape), tensor_kind(tensor)
-        symbols.append(SymbolicTensor(number, ndim, kind) if ndim else Traced(Load(number, (), kind)))
-    variables = [Traced(Var(n)) for n in names]
-    if tensors and not _accepts(fn, len(names) + len(tensors)):
-        fn = _rebound(fn, tensors, symbols)
-        symbols = []
-    if not _accepts(fn, len(names) + len(symbols)):
-        expected = ", ".join([*names, *(f"tensors[{n}]" for n in range(len(symbols)))])
+        kinds.append((len(tensor.shape), tensor_kind(tensor)))
+    text = _text(fn, tuple(names), tuple(kinds), kind)
+    if not text:
+        symbols = _symbols(tuple(kinds))
+        text = _text(_rebound(fn, tensors, symbols), tuple(names), (), kind)
+    return text
+
+
+def _symbols(kinds: tuple[tuple[int, Kind], ...]) -> list[Any]:
+    """A symbol for each tensor of so many axes and that kind."""
+    return [SymbolicTensor(n, d, kind) if d else Traced(Load(n, (), kind)) for n, (d, kind) in enumerate(kinds)]
+
+
+def _text(
+    fn: Callable[..., object], names: tuple[str, ...], kinds: tuple[tuple[int, Kind], ...], kind: Kind | None
+) -> str:
+    """The traced function as text, or "" if it takes the variables alone though there are tensors."""
+    if not _accepts(fn, len(names) + len(kinds)):
+        if kinds and _accepts(fn, len(names)):
+            return ""
+        expected = ", ".join([*names, *(f"tensors[{n}]" for n in range(len(kinds)))])
         raise TypeError(f"fn must take ({expected}); got {_name(fn)}{signature(fn)}")
-    return lift(fn(*variables, *symbols))
+    expr = lift(fn(*(Traced(Var(n)) for n in names), *_symbols(kinds)))
+    if kind == "float" and expr.kind == "int":
+        expr = _convert(expr, kind)
+    if kind is not None and expr.kind != kind:
+        raise TypeError(f"{_name(fn)} must return a {kind}; got a {expr.kind}: {expr!r}")
+    return to_text(expr)
+
+
+# torch.compile then calls the function instead of tracing it: what `torch.compiler.assume_constant_result` sets,
+# spelled out because this layer does not import torch
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _name(fn: Any) -> str:
