@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from kilat import compiled as _compiled  # registers the operators, which a tracer must not do
 from kilat._version import __version__
-from kilat.api import attention, cached_attention, ragged_attention
-from kilat.dispatch import Report, UnsupportedError
-from kilat.dropout import Dropout
-from kilat.explaining import explain
-from kilat.kv import ContiguousCache, PagedCache, Rotary
-from kilat.masks import Causal, Chunked, Dense, Documents, KeyRange, Predicate, Prefix, Window
-from kilat.merging import merge
-from kilat.scores import Alibi, Bias, Score, Softcap
 
 if TYPE_CHECKING:
+    from kilat.api import attention, cached_attention, ragged_attention
     from kilat.checks import check
+    from kilat.dispatch import Report, UnsupportedError
+    from kilat.dropout import Dropout
+    from kilat.explaining import explain
+    from kilat.kv import ContiguousCache, PagedCache, Rotary
+    from kilat.masks import Causal, Chunked, Dense, Documents, KeyRange, Predicate, Prefix, Window
+    from kilat.merging import merge
+    from kilat.scores import Alibi, Bias, Score, Softcap
 
 __all__ = [
     "Alibi",
@@ -45,11 +47,31 @@ __all__ = [
     "ragged_attention",
 ]
 
+# Names are imported when they are asked for: `kilat --help` answers without waiting seconds for torch.
+_MODULES = {
+    "kilat.api": ("attention", "cached_attention", "ragged_attention"),
+    "kilat.checks": ("check",),
+    "kilat.dispatch": ("Report", "UnsupportedError"),
+    "kilat.dropout": ("Dropout",),
+    "kilat.explaining": ("explain",),
+    "kilat.kv": ("ContiguousCache", "PagedCache", "Rotary"),
+    "kilat.masks": ("Causal", "Chunked", "Dense", "Documents", "KeyRange", "Predicate", "Prefix", "Window"),
+    "kilat.merging": ("merge",),
+    "kilat.scores": ("Alibi", "Bias", "Score", "Softcap"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+del _compiled
+
 
 def __getattr__(name: str) -> Any:
-    # The checks bring many cases and an oracle: they are imported when they are asked for.
-    if name == "check":
-        from kilat.checks import check
-
-        return check
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value  # found without this function from now on
+        return value
     raise AttributeError(f"module 'kilat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
