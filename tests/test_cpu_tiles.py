@@ -166,12 +166,8 @@ def test_a_bias_of_any_type_reaches_its_extremes(host: Host, dtype: str) -> None
     isa, geo = host
     nr, nb = min(geo.width, 7), min(geo.width, 13)
     types = torch.finfo(getattr(torch, dtype))
-    values = torch.tensor(
-        [0.0, -0.0, 1.5, -math.inf, math.inf, types.min, types.max, types.tiny, types.tiny / 2, math.nan]
-    )
-    values = values.to(torch.float64) if dtype == "float64" else values
-    if dtype == "float64":
-        values[5], values[6] = types.min, types.max
+    extremes = [0.0, -0.0, 1.5, -math.inf, math.inf, math.nan, types.min, types.max, types.tiny, types.tiny / 2]
+    values = torch.tensor(extremes, dtype=torch.float64)
     bias = values.repeat(-(-nr * nb // len(values)))[: nr * nb].reshape(nr, nb).to(getattr(torch, dtype))
     place = Place(geo, nr, nb, 0, nr, 0, nb)
     size = bias.element_size()
