@@ -11,7 +11,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kilat.backends.cpu.emit import I64, PTR, Function, Module, Type, Value
+from kilat.backends.cpu.emit import I1, I64, PTR, Function, Module, Type, Value
 from kilat.backends.cpu.forward_tiles import Steps, build_steps, geometry
 from kilat.backends.cpu.gemm import Blocking, blocking
 from kilat.backends.cpu.isa import Isa
@@ -24,6 +24,9 @@ from kilat.backends.cpu.tiles_scores import build_scores_forward
 
 BLOCK_KV = 64
 MAX_BLOCKS = 4
+# After a tile had to be redone, this many are done step by step: large logits cost one extra product in five.
+WARY_TILES = 4
+FIRST = 99  # the state of a row block before its first tile
 
 FORWARD = Params(
     *COMMON,
@@ -31,7 +34,7 @@ FORWARD = Params(
     *("out", "out_b", "out_n", "out_h", "out_slot", "out_dtype"),
     *("lse", "lse_b", "lse_n", "lse_h", "lse_slot"),  # lse_n: bytes from query to query, always the element size
     *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
-    *("at_q", "at_out", "at_max", "at_sum", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
+    *("at_q", "at_out", "at_max", "at_sum", "at_calm", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
 )
 
 # head0 .. head0 + heads: query heads; first, count: queries; two key ranges [lo, hi); slot: which partial result
@@ -48,7 +51,8 @@ def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int) -> tuple[dic
         "at_q": MAX_BLOCKS * pad * width * size,
         "at_out": MAX_BLOCKS * pad_v * width * size,
         "at_max": MAX_BLOCKS * width * size,
-        "at_sum": MAX_BLOCKS * width * size,
+        "at_sum": MAX_BLOCKS * 2 * width * size,  # sums, and behind them the sums of a tile not yet committed
+        "at_calm": MAX_BLOCKS * 64,
         "at_k": keys * pad * size,
         "at_v": keys * pad_v * size,
         "at_s": keys * width * size,
@@ -98,14 +102,14 @@ def build(isa: Isa, compute: Type) -> str:
 
 
 def _build_tile(m: Module, parts: _Parts) -> Function:
-    """tile(P, seq, b, h, i0, nr, j0, nb, kind, bits, bad, QT, OT, max, sum, scratch): one key tile for one query block.
+    """tile(P, seq, b, h, i0, nr, j0, nb, kind, bits, bad, QT, OT, max, sum, calm, scratch).
 
-    kind: the class of mask_bits (1 partial, 2 all visible); bad: the V tile holds NaN or inf.
+    One key tile for one query block. kind: the class of mask_bits (1 partial, 2 all visible); bad: the V tile holds NaN or inf.
     """
     block, steps = parts.block, parts.steps
     pitch = block.lanes * block.compute.bytes
-    with m.function("tile", [PTR, PTR] + [I64] * 7 + [PTR, I64] + [PTR] * 5) as f:
-        p, seq, b, h, i0, nr, j0, nb, kind, bits, bad, qt, ot, mp, lp, scratch = f.args
+    with m.function("tile", [PTR, PTR] + [I64] * 7 + [PTR, I64] + [PTR] * 6) as f:
+        p, seq, b, h, i0, nr, j0, nb, kind, bits, bad, qt, ot, mp, lp, calm, scratch = f.args
 
         def at(name: str) -> Value:
             return scratch.at(FORWARD.read(f, p, name))
@@ -115,20 +119,34 @@ def _build_tile(m: Module, parts: _Parts) -> Function:
         k, v, s, drop = at("at_k"), at("at_v"), at("at_s"), at("at_drop")
         where = (p, seq, b, h, i0, nr, j0, nb)
         has_scores = FORWARD.read(f, p, "has_scores").ne(0)
-        partial = f.var(Type("i1"), kind.eq(1))
-        with f.when(partial.get()):
-            f.call(steps.scores_live, qt, k, pitch_k, s, nb, dim, bits)
-        with f.unless(partial.get()):
-            f.call(steps.scores, qt, k, pitch_k, s, nb, dim, bits)
-        with f.when(has_scores):
-            f.call(parts.scores_forward, *where, s)
-            with f.when(bad.ne(0)):  # a bias of -inf hides a key, so it also hides the key's NaN
-                f.call(steps.hide, s, bits, f.cast("zext", ~partial.get(), I64), nb)
-                partial.set(f.const(1, Type("i1")))
-        for masked in (True, False):
-            callee = steps.softmax_masked if masked else steps.softmax
-            with f.when(partial.get() if masked else ~partial.get()):
-                f.call(callee, s, bits, nb, mp, lp, ot, dim_v)
+        partial = f.var(I1, kind.eq(1))
+        with f.when(f.load(I64, calm).eq(FIRST)):  # a few keys give the row maxima to begin with
+            few = f.minimum(nb, block.mr)
+            f.call(steps.scores, qt, k, pitch_k, s, few, dim, bits)
+            f.call(steps.begin, s, bits, f.cast("zext", partial.get(), I64), few, mp)
+            f.store(f.const(0, I64), calm)
+        # Tiles in one pass, unless scores are modified or lately a maximum jumped.
+        todo = f.var(I1, has_scores | f.load(I64, calm).ne(0))
+        for masked, callee in ((True, steps.fused_masked), (False, steps.fused)):
+            with f.when(~todo.get() & (partial.get() if masked else ~partial.get())):
+                redo = f.call(callee, qt, k, pitch_k, s, nb, dim, bits, mp, lp)
+                todo.set(redo.ne(0))
+                with f.when(redo.ne(0)):
+                    f.store(f.const(WARY_TILES, I64), calm)
+        with f.when(todo.get()):
+            f.store(f.maximum(f.load(I64, calm) - 1, 0), calm)
+            with f.when(partial.get()):
+                f.call(steps.scores_live, qt, k, pitch_k, s, nb, dim, bits)
+            with f.unless(partial.get()):
+                f.call(steps.scores, qt, k, pitch_k, s, nb, dim, bits)
+            with f.when(has_scores):
+                f.call(parts.scores_forward, *where, s)
+                with f.when(bad.ne(0)):  # a bias of -inf hides a key, so it also hides the key's NaN
+                    f.call(steps.hide, s, bits, f.cast("zext", ~partial.get(), I64), nb)
+                    partial.set(f.const(1, I1))
+            for masked, callee in ((True, steps.softmax_masked), (False, steps.softmax)):
+                with f.when(partial.get() if masked else ~partial.get()):
+                    f.call(callee, s, bits, nb, mp, lp, ot, dim_v)
         with f.when(FORWARD.read(f, p, "dropout").ne(0)):
             f.call(parts.dropout_bits, *where, drop)
             f.call(steps.drop, s, drop, nb)
@@ -217,9 +235,11 @@ class _Worker:
         qt = self._buffer("at_q", s, self.pad_q)
         f.call(self.parts.transpose, rows, pad * self.size, qt, self.row, self.width, pad)
         vec = t.vec(self.parts.block.lanes)
-        for name, value in (("at_max", -math.inf), ("at_sum", 0.0)):
+        for name, value, stride in (("at_max", -math.inf, self.row), ("at_sum", 0.0, 2 * self.row)):
             with f.range(0, self.row, vec.bytes) as o:
-                f.store(f.const(value, vec), self._buffer(name, s, self.row), o)
+                f.store(f.const(value, vec), self._buffer(name, s, stride), o)
+        start = f.select(self.read("has_scores").ne(0), f.const(0, I64), FIRST)
+        f.store(start, self._buffer("at_calm", s, 64))
         with f.range(0, self.pad_o, vec.bytes) as o:
             f.store(f.const(0.0, vec), self._buffer("at_out", s, self.pad_o), o)
 
@@ -236,8 +256,9 @@ class _Worker:
                     self._load("k", j0, nb)
                     bad.set(self._load("v", j0, nb))
                     loaded.set(1)
-                per_block = [self._buffer(n, s, w) for n, w in
-                             (("at_q", self.pad_q), ("at_out", self.pad_o), ("at_max", self.row), ("at_sum", self.row))]  # fmt: skip
+                buffers = (("at_q", self.pad_q), ("at_out", self.pad_o), ("at_max", self.row),
+                           ("at_sum", 2 * self.row), ("at_calm", 64))  # fmt: skip
+                per_block = [self._buffer(name, s, stride) for name, stride in buffers]
                 f.call(self.tile, self.p, self.seq, self.b, head, i0, nr, j0, nb, kind, bits, bad.get(), *per_block,
                        self.scratch)  # fmt: skip
 
@@ -264,7 +285,7 @@ class _Worker:
             stack.enter_context(f.when(has_sink))
             sink.set(f.load(t, self.pointer("sink"), head * t.bytes))
         ot, mp = self._buffer("at_out", s, self.pad_o), self._buffer("at_max", s, self.row)
-        lp, rows = self._buffer("at_sum", s, self.row), self.scratch.at(self.read("at_rows"))
+        lp, rows = self._buffer("at_sum", s, 2 * self.row), self.scratch.at(self.read("at_rows"))
         factor = FORWARD.floating(f, self.p, "dropout_scale", t)
         f.call(self.parts.steps.epilogue, ot, mp, lp, rows, nr, self.dim_v, out, self.read("out_n"),
                self.read("out_dtype"), lse, factor, f.cast("zext", has_sink, I64), sink.get())  # fmt: skip

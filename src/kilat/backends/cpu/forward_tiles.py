@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kilat.backends.cpu.emit import I16, I64, PTR, Function, Module, Type, Value
+from kilat.backends.cpu.emit import I1, I16, I64, PTR, Function, Module, Type, Value, Var
 from kilat.backends.cpu.gemm import Blocking, accumulators, clamp_rows, multiply
 from kilat.backends.cpu.layout import Geometry
 from kilat.backends.cpu.math import exp, log
@@ -17,12 +17,18 @@ from kilat.backends.cpu.math import exp, log
 # A row's reference maximum rises only if a score exceeds it by more than this many nats: p stays below e^8, so sums
 # are exact to the same relative error, and most tiles leave the accumulator alone (FlashAttention-4's lazy rescale).
 LAZY_RISE = 8.0
+# One fused multiply-add reduces the argument: its relative error, 1e-7 per unit of score below the maximum, is within
+# the budget (which grows with the scores too), and the softmax is what keeps the forward below the FMA peak.
+ACCURATE = False
 
 
 @dataclass(frozen=True)
 class Steps:
     """The emitted functions of one forward module."""
 
+    fused: Function
+    fused_masked: Function
+    begin: Function
     scores: Function
     scores_live: Function
     softmax: Function
@@ -74,7 +80,7 @@ def build_scores(m: Module, block: Blocking, live: bool) -> Function:
 
         with f.range(0, nb, block.mr) as n:
             if live and block.vectors == 4 and block.nv == 4:
-                first = f.intrinsic("llvm.cttz.i64", I64, live_words(f, bits, n, block, last), f.const(0, Type("i1"))) >> 4
+                first = f.intrinsic("llvm.cttz.i64", I64, live_words(f, bits, n, block, last), f.const(0, I1)) >> 4
                 for v0 in range(4):
                     with f.when(first.eq(v0)):
                         group(n, v0, 4 - v0)
@@ -82,6 +88,95 @@ def build_scores(m: Module, block: Blocking, live: bool) -> Function:
                 for v0 in range(0, block.vectors, block.nv):
                     group(n, v0, block.nv)
     return f
+
+
+def build_fused(m: Module, block: Blocking, masked: bool) -> Function:
+    """fused(QT, K, pitch, S, nb, dim, bits, max, sum) -> 1 if it must be redone step by step, else 0.
+
+    Scores, exponentials and row sums straight from the accumulators: P[n][r] = exp(s - max) for the max that stands.
+    If some score exceeds it by more than LAZY_RISE nothing is committed. The bits are those of the separate steps.
+    """
+    row, vec = block.vectors * block.lanes * block.compute.bytes, block.compute.vec(block.lanes)
+    args = [PTR, PTR, I64, PTR, I64, I64, PTR, PTR, PTR]
+    with m.function("fused_masked" if masked else "fused", args, I64) as f:
+        qt, k, pitch, s, nb, dim, bits, mp, lp = f.args
+        last, rises = nb - 1, None
+        for c in range(0, block.vectors, block.nv):
+            vs = range(c, c + block.nv)
+            refs = {v: finite_or_zero(f, f.load(vec, mp, v * vec.bytes)) for v in vs}
+            tops, sums = {v: f.var(vec, -math.inf) for v in vs}, {v: f.var(vec, 0.0) for v in vs}
+
+            def group(n: Value, dead: int, whole: bool, c: int = c, refs: dict[int, Value] = refs, tops: dict[int, Var] = tops,
+                      sums: dict[int, Var] = sums) -> None:  # fmt: skip
+                acc = accumulators(f, vec, block.mr, block.nv - dead)
+                rows = clamp_rows(f, k, n, block.mr, last, pitch)
+                multiply(f, acc, rows, block.compute.bytes, qt.at((c + dead) * vec.bytes), row, dim)
+                for i in range(block.mr):  # [mr, lanes] scores
+                    inside = None if whole else f.splat(n + i < nb, block.lanes)
+                    for v in range(c, c + block.nv):
+                        at = (n + i) * row + v * vec.bytes
+                        if v < c + dead:
+                            f.store(f.const(0.0, vec), s, at)
+                            continue
+                        x = acc[i][v - c - dead].get()
+                        seen = inside
+                        if masked:
+                            bit = lane_bits(f, bits, f.minimum(n + i, last) * block.vectors + v, block.lanes)
+                            seen = bit if seen is None else seen & bit
+                        if seen is not None:
+                            x = f.select(seen, x, -math.inf)
+                        tops[v].set(f.maximum(x, tops[v].get()))
+                        p = exp(f, x - refs[v], accurate=ACCURATE)
+                        sums[v].add(p)
+                        f.store(p, s, at)
+
+            whole = f.const(0, I64) if masked else nb - nb % block.mr
+            if not masked:
+                with f.range(0, whole, block.mr) as n:
+                    group(n, 0, True)
+            with f.range(whole, nb, block.mr) as n:
+                if masked and block.vectors == 4 and block.nv == 4:
+                    first = f.intrinsic("llvm.cttz.i64", I64, live_words(f, bits, n, block, last), f.const(0, I1)) >> 4
+                    for dead in range(4):
+                        with f.when(first.eq(dead)):
+                            group(n, dead, False)
+                    with f.when(first >= 4):  # no query sees any of these keys
+                        with f.range(n * row, (n + block.mr) * row, vec.bytes) as o:
+                            f.store(f.const(0.0, vec), s, o)
+                else:
+                    group(n, 0, False)
+            for v in vs:
+                rise = tops[v].get() > f.load(vec, mp, v * vec.bytes) + LAZY_RISE
+                rises = rise if rises is None else rises | rise
+                f.store(sums[v].get(), lp, v * vec.bytes + row)
+        if rises is None:
+            raise ValueError("vectors must be positive; got 0")
+        redo = f.bitcast(rises, Type(f"i{block.lanes}")).ne(0)
+        with f.unless(redo), f.range(0, row, vec.bytes) as o:
+            f.store(f.load(vec, lp, o) + f.load(vec, lp.at(row), o), lp, o)
+        f.ret_value(f.cast("zext", redo, I64))
+    return f
+
+
+def build_begin(m: Module, block: Blocking) -> Function:
+    """begin(S, bits, masked, count, max): max = the row maximum over `count` keys, for rows that have none yet."""
+    row, vec = block.vectors * block.lanes * block.compute.bytes, block.compute.vec(block.lanes)
+    with m.function("begin", [PTR, PTR, I64, I64, PTR]) as f:
+        s, bits, masked, count, mp = f.args
+        with f.range(0, block.vectors) as v:
+            top = f.var(vec, -math.inf)
+            with f.range(0, count) as n:
+                slot = n * block.vectors + v
+                seen = lane_bits(f, bits, slot, block.lanes) | f.splat(masked.eq(0), block.lanes)
+                x = f.select(seen, f.load(vec, s, n * row + v * vec.bytes), -math.inf)
+                top.set(f.maximum(x, top.get()))
+            f.store(top.get(), mp, v * vec.bytes)
+    return f
+
+
+def finite_or_zero(f: Function, x: Value) -> Value:
+    """0 for -inf: a row that has seen nothing has max -inf; -inf - 0 keeps its p at 0 instead of NaN."""
+    return f.select(x.eq(-math.inf), 0.0, x)
 
 
 def build_softmax(m: Module, block: Blocking, masked: bool) -> Function:
@@ -111,33 +206,22 @@ def build_softmax(m: Module, block: Blocking, masked: bool) -> Function:
                 old, new = f.load(vec, mp, v * vec.bytes), top.get()
                 rise = new > old + LAZY_RISE
                 ref.set(f.select(rise, new, old))
-                with f.when(f.reduce(f.select(rise, f.const(1, _int(vec)), 0), "or").ne(0)):
+                with f.when(f.bitcast(rise, Type(f"i{lanes}")).ne(0)):
                     # exp(-inf - new) is 0: the first tile of a row scales an accumulator of zeros
                     alpha = f.select(rise, exp(f, old - new), 1.0)
-                    f.store(new_or(f, rise, new, old), mp, v * vec.bytes)
+                    f.store(ref.get(), mp, v * vec.bytes)
                     f.store(f.load(vec, lp, v * vec.bytes) * alpha, lp, v * vec.bytes)
                     with f.range(0, dim_v) as d:
                         f.store(f.load(vec, ot, d * row + v * vec.bytes) * alpha, ot, d * row + v * vec.bytes)
-                # a row that has seen nothing has max -inf; -inf - 0 keeps its p at 0 instead of NaN
-                now = ref.get()
-                ref.set(f.select(now.eq(-math.inf), 0.0, now))
+                ref.set(finite_or_zero(f, ref.get()))
             with f.range(0, nb) as n:
                 for ref, total, v in zip(refs, sums, vs, strict=True):
-                    p = exp(f, score(n, v) - ref.get())
+                    p = exp(f, score(n, v) - ref.get(), accurate=ACCURATE)
                     total.add(p)
                     f.store(p, s, n * row + v * vec.bytes)
             for total, v in zip(sums, vs, strict=True):
                 f.store(f.load(vec, lp, v * vec.bytes) + total.get(), lp, v * vec.bytes)
     return f
-
-
-def new_or(f: Function, rise: Value, new: Value, old: Value) -> Value:
-    """new where it rises, else old."""
-    return f.select(rise, new, old)
-
-
-def _int(vec: Type) -> Type:
-    return Type(f"i{8 * vec.scalar.bytes}", vec.lanes)
 
 
 def build_product(m: Module, block: Blocking, live: bool) -> Function:
@@ -268,6 +352,9 @@ def build_epilogue(m: Module, block: Blocking, transpose: Function, store_rows: 
 def build_steps(m: Module, block: Blocking, transpose: Function, store_rows: Function) -> Steps:
     """All steps of one forward module."""
     return Steps(
+        fused=build_fused(m, block, masked=False),
+        fused_masked=build_fused(m, block, masked=True),
+        begin=build_begin(m, block),
         scores=build_scores(m, block, live=False),
         scores_live=build_scores(m, block, live=True),
         softmax=build_softmax(m, block, masked=False),

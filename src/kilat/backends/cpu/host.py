@@ -61,6 +61,8 @@ class Call:
         )
         self.ragged_q = operands.cu_seqlens_q is not None
         self.ragged_kv = operands.cu_seqlens_kv is not None
+        total = operands.q.shape[0] if self.ragged_q else problem.batch * problem.seqlen_q
+        self.covers_queries = int(self.q_len.sum()) == total
         self.mask = None
         self.parts = None
         if problem.mask is not None:
@@ -141,8 +143,8 @@ class Call:
                 put["softcap"] = float_bits(modifier.cap)
             elif modifier.name == "alibi":
                 slopes = tensors[0].detach().to(torch_compute(p)).contiguous()
-                strides = byte_strides(slopes)
-                put.update(alibi=self.pointer(slopes), alibi_b=strides[0] if slopes.ndim == 2 else 0, alibi_h=strides[-1])
+                of_b, of_h = [0, *byte_strides(slopes)][-2:]
+                put.update(alibi=self.pointer(slopes), alibi_b=of_b, alibi_h=of_h)
             elif modifier.name == "bias":
                 bias = tensors[0].detach()
                 names = ("bias_b", "bias_h", "bias_i", "bias_j")
@@ -156,10 +158,11 @@ class Call:
     def _user(self, modifier: Any, tensors: Sequence[Tensor], geometry: Geometry, isa: Isa) -> list[int]:
         from kilat.backends.cpu import user
 
-        forward = user.score_function(modifier.expr, _dtypes(tensors), geometry, isa)
+        dtypes = _dtypes(tensors)
+        forward = user.score_function(modifier.expr, dtypes, geometry, isa)
         backward = 0
         if self.problem.needs_grad:
-            backward = user.score_backward_function(modifier.expr, modifier.derivative_expr, _dtypes(tensors), geometry, isa)
+            backward = user.score_backward_function(modifier.expr, modifier.derivative_expr, dtypes, geometry, isa)
         return [forward, backward, self.pointer(user.environment(modifier.expr, tensors))]
 
     def _put_dropout(self, put: dict[str, int]) -> None:

@@ -8,25 +8,34 @@ from kilat.backends.cpu.emit import F32, F64, I32, I64, PTR, Function, Type, Val
 
 
 class Params:
-    """Named int64 slots. Python fills an array by `index`; a kernel reads them by `read` and friends."""
+    """Named int64 slots. Python fills an array of `size` by `index[name]`; a kernel reads it by name from pointer p.
+
+    Raises ValueError for a name given twice, and KeyError, while the kernel is written, for one that is not there.
+    """
 
     def __init__(self, *names: str) -> None:
         self.names = names
         self.index = {n: i for i, n in enumerate(names)}
         self.size = len(names)
+        if len(self.index) != self.size:
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"parameter names must differ; got {', '.join(twice)} more than once")
 
     def read(self, f: Function, p: Value, name: str) -> Value:
+        """An int64 slot."""
         return f.load(I64, p, 8 * self.index[name])
 
     def pointer(self, f: Function, p: Value, name: str) -> Value:
+        """An address."""
         return f.load(PTR, p, 8 * self.index[name])
 
     def floating(self, f: Function, p: Value, name: str, t: Type) -> Value:
-        """A float slot, stored as the bits of a double, in the type that the kernel computes in."""
+        """A float slot, stored as `float_bits`, in the type that the kernel computes in: F32 or F64."""
         x = f.bitcast(self.read(f, p, name), F64)
         return x if t == F64 else f.cast("fptrunc", x, F32)
 
     def integer(self, f: Function, p: Value, name: str) -> Value:
+        """The low 32 bits of a slot."""
         return f.cast("trunc", self.read(f, p, name), I32)
 
 

@@ -43,67 +43,45 @@ def lane_mask(f: Function, lanes: int, live: Value) -> Value:
     return f.iota(I32.vec(lanes)) < n
 
 
-def build_load_row(m: Module, compute: Type, lanes: int, isa: Isa) -> dict[str, Function]:
-    """load_row_<type>(src, dst, dim, scale) -> vector that is NaN somewhere iff the row holds a non-finite number.
-
-    dst[0 : round_up(dim, lanes)] = scale * src[0 : dim], zero behind dim.
-    """
-    out = {}
-    vec = compute.vec(lanes)
-    for name in stored_types(compute):
-        elem = _ELEM[name]
-        with m.function(f"load_row_{name}", [PTR, PTR, I64, compute], vec) as f:
-            src, dst, dim, scale = f.args
-            bad = f.var(vec, 0.0)
-            whole = dim - dim % lanes
-            factor = f.splat(scale, lanes)
-
-            def put(d: Value, x: Value, name: str = name, f: Function = f) -> None:
-                x = _widen(f, x, name, compute, isa)
-                bad.set(f.fma(x, 0.0, bad.get()))
-                f.store(x * factor, dst, d * compute.bytes)
-
-            with f.range(0, whole, lanes) as d:
-                put(d, f.load(elem.vec(lanes), src, d * elem.bytes))
-            with f.when(whole < dim):
-                live = lane_mask(f, lanes, dim - whole)
-                put(whole, f.masked_load(elem.vec(lanes), src.at(whole * elem.bytes), live))
-            f.ret_value(bad.get())
-        out[name] = f
-    return out
-
-
 def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
-    """load_rows(base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code) -> 1 if non-finite.
+    """load_rows(base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code).
 
-    Row r comes from base + (first + r) * stride, or, with pages (int32 table of this sequence) not null, from
-    base + pages[(first + r) / page_size] * page_stride + ((first + r) % page_size) * stride.
-    Rows from `rows` up to `pad` are zeroed.
+    dst[r][0 : round_up(dim, lanes)] = scale * row r, zero behind dim; rows from `rows` up to `pad` are zeroed. Returns
+    1 if some number is not finite. Row r comes from base + (first + r) * stride, or, with pages (int32 table of this
+    sequence) not null, from base + pages[(first + r) / page_size] * page_stride + ((first + r) % page_size) * stride.
     """
-    load_row = build_load_row(m, compute, lanes, isa)
     args = [PTR, I64, PTR, I64, I64, I64, I64, I64, PTR, I64, compute, I64]
+    vec = compute.vec(lanes)
     with m.function("load_rows", args, I64) as f:
         base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code = f.args
-        pitch = (dim + (lanes - 1)) // lanes * lanes * compute.bytes
-        bad = f.var(compute.vec(lanes), 0.0)
-        paged = f.cast("ptrtoint", pages, I64).ne(0)
-        offset = f.var(I64, 0)
-        with f.range(0, rows) as r:
-            with f.unless(paged):
+        whole, pitch = dim - dim % lanes, (dim + (lanes - 1)) // lanes * vec.bytes
+        paged, factor = f.cast("ptrtoint", pages, I64).ne(0), f.splat(scale, lanes)
+        tail = lane_mask(f, lanes, dim - whole)
+        bad, offset = f.var(vec, 0.0), f.var(I64, 0)
+
+        def put(x: Value, to: Value, name: str) -> None:
+            x = _widen(f, x, name, compute, isa)
+            bad.set(f.fma(x, 0.0, bad.get()))  # 0 * x is NaN for inf and NaN
+            f.store(x * factor, to)
+
+        for name in stored_types(compute):
+            elem = _ELEM[name]
+            with f.when(code.eq(DTYPE_CODES[name])), f.range(0, rows) as r:
                 offset.set((first + r) * stride)
-            with f.when(paged):
-                j = first + r
-                page = f.cast("sext", f.load(I32, pages, j // page_size * 4), I64)
-                offset.set(page * page_stride + j % page_size * stride)
-            src = base.at(offset.get())
-            for name, callee in load_row.items():
-                with f.when(code.eq(DTYPE_CODES[name])):
-                    bad.set(bad.get() + f.call(callee, src, dst.at(r * pitch), dim, scale))
-        with f.range(rows * pitch, pad * pitch, lanes * compute.bytes) as o:
-            f.store(f.const(0.0, compute.vec(lanes)), dst, o)
+                with f.when(paged):
+                    j = first + r
+                    page = f.cast("sext", f.load(I32, pages, j // page_size * 4), I64)
+                    offset.set(page * page_stride + j % page_size * stride)
+                src, to = base.at(offset.get()), dst.at(r * pitch)
+                with f.range(0, whole, lanes) as d:
+                    put(f.load(elem.vec(lanes), src, d * elem.bytes), to.at(d * compute.bytes), name)
+                with f.when(whole < dim):
+                    x = f.masked_load(elem.vec(lanes), src.at(whole * elem.bytes), tail)
+                    put(x, to.at(whole * compute.bytes), name)
+        with f.range(rows * pitch, pad * pitch, vec.bytes) as o:
+            f.store(f.const(0.0, vec), dst, o)
         x = bad.get()
-        any_bad = f.reduce(f.cast("zext", x.ne(x), I32.vec(lanes)), "or")
-        f.ret_value(f.cast("zext", any_bad, I64))
+        f.ret_value(f.cast("zext", f.bitcast(x.ne(x), Type(f"i{lanes}")).ne(0), I64))
     return f
 
 
