@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from emitted import ISAS, NUMPY_TYPES, WIDTHS, evaluate, run_module
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilat.backends.cpu import jit
+from kilat.backends.cpu import isa as isa_module
+from kilat.backends.cpu import jit, math
 from kilat.backends.cpu.emit import (
     BF16,
     F16,
@@ -430,6 +432,8 @@ def test_parameters_have_names(isa: Isa) -> None:
 
     run_module("parameters", isa, write, values)
     assert names.size == 4
+    with pytest.raises(ValueError, match="must differ; got a more than once"):
+        Params("a", "b", "a")
     assert list(out) == [2.0**40, 0.1, float(np.float32(0.1)), -7.0]
 
 
@@ -461,6 +465,28 @@ def test_weaker_sets_really_do_without_wider_registers() -> None:
             assert "zmm" not in text
         elif isa.lanes32 == 16:
             assert "zmm" in text
+
+
+@pytest.mark.parametrize("triple", ["aarch64-linux-gnu", "arm64-apple-macosx"])
+def test_kernels_compile_for_neon(monkeypatch: pytest.MonkeyPatch, triple: str) -> None:
+    """Without running: fused multiply-adds on four lanes, and no call of a library that is not there."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    monkeypatch.setattr(isa_module, "_is_x86", lambda: False)
+    neon, vec, module = Isa("generic", "generic", "", 4, False, False), F32.vec(4), Module()
+    with module.function("worker", [PTR], exported=True) as f:
+        p = f.args[0]
+        x = f.load(vec, p)
+        for i, y in enumerate((math.exp(f, x), math.exp_full(f, x), math.log(f, x), math.tanh(f, x))):
+            f.store(y, p, 16 * i)
+        for i, half in enumerate((F16, BF16)):
+            f.store(math.widen(f, math.narrow(f, x, half, neon), half, neon), p, 64 + 16 * i)
+        words = math.philox4x32(f, [f.bitcast(x, I32.vec(4))] * 4, [f.const(1, I32)] * 2)
+        f.store(words[0] ^ words[1] ^ words[2] ^ words[3], p, 96)
+    machine = llvm.Target.from_triple(triple).create_target_machine(opt=2, reloc="pic")
+    text = machine.emit_assembly(jit._optimised(module.text(), machine))
+    assert "fmla" in text
+    assert not re.search(r"\bbl\s", text)
 
 
 def test_the_example_of_the_documentation_runs() -> None:

@@ -125,7 +125,7 @@ def exp(f: Function, x: Value, *, accurate: bool = True, degree: int | None = No
 
     Args:
         x: above its domain the result is unspecified; NaN gives NaN, -inf gives 0.
-        accurate: reduce in two steps: 1 ulp in F32, 2 in F64. Otherwise r is the remainder in log2 units of one fused
+        accurate: reduce in two steps: 1.1 ulp. Otherwise r is the remainder in log2 units of one fused
             multiply-add, whose relative error grows to 2e-6 at -87 in F32, where the result hardly counts.
         degree: of p, one of 3 to 6 (relative error 1e-4, 3e-6, 1e-7, 2e-9) or 11; default 6 (5 if not accurate) in F32.
     """
@@ -146,7 +146,7 @@ def exp(f: Function, x: Value, *, accurate: bool = True, degree: int | None = No
 
 
 def exp2(f: Function, x: Value, *, degree: int | None = None) -> Value:
-    """2^x for x up to 127 (F32) or 1023 (F64); exactly 0 below -126 (-1022); 1 ulp (F32), 2 (F64).
+    """2^x for x up to 127 (F32) or 1023 (F64); exactly 0 below -126 (-1022); 1 ulp.
 
         n = round(x),  2^x = 2^n p((x - n) ln 2)
 
@@ -214,7 +214,7 @@ def log(f: Function, x: Value) -> Value:
 
 
 def tanh(f: Function, x: Value) -> Value:
-    """Hyperbolic tangent on the whole line, 2 ulp.
+    """Hyperbolic tangent on the whole line, 2.5 ulp.
 
     tanh |x| = (1 - e)/(1 + e),  e = exp(-2 |x|); an odd polynomial where |x| <= 1/2 and 1 - e would cancel.
     """
