@@ -43,7 +43,8 @@ def attention(
 ) -> Any:
     """Exact attention: softmax(modified scale q k^T, over the keys that the mask shows) v.
 
-    s = scale q_i . k_j, changed by `scores`; lse_i = log(sum_j exp(s_ij) + exp(sink)); out_i = sum_j exp(s_ij - lse_i) v_j.
+    s = scale q_i . k_j, changed by `scores`; lse_i = log(sum_j exp(s_ij) + exp(sink));
+    out_i = sum_j exp(s_ij - lse_i) v_j.
 
     - q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v [..., head_dim_v]: all
       float16, bfloat16, float32 or float64, all torch tensors or all NumPy arrays, any strides. Query head h reads
@@ -67,8 +68,8 @@ def attention(
         autocast(operands, cached=False)
     structure, ordered, kind, p = parts
     options = Options("dense", structure, ordered, scale, kind, p, out_dtype, deterministic, False, None, backend)
-    plain = sink is None and dropout is None and seqlens_q is None and seqlens_kv is None and not ordered
-    names = PLAIN if plain and not operands.mask_tensors else operands.present()
+    plain = sink is None and dropout is None and seqlens_q is None and seqlens_kv is None and ordered == ()
+    names = PLAIN if plain and operands.mask_tensors == () else operands.present()
     return run(options, operands, names, return_lse)
 
 
@@ -118,8 +119,8 @@ def ragged_attention(
     """Exact attention over sequences that lie one behind the other without padding.
 
     - q [total_q, num_heads_q, head_dim], k [total_kv, num_heads_kv, head_dim], v [total_kv, num_heads_kv, head_dim_v].
-    - cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1], sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]; they start
-      at 0, never decrease, and tokens past the last offset belong to no sequence (out 0, lse -inf).
+    - cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1], sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]; they
+      start at 0, never decrease, and tokens past the last offset belong to no sequence (out 0, lse -inf).
     - max_seqlen_q, max_seqlen_kv: hints that never change a result. batch_invariant: a sequence's bits do not depend on
       its companions. Everything else is as in `attention`, with positions counted inside each sequence.
 
@@ -161,7 +162,8 @@ def cached_attention(
 ) -> Any:
     """Exact attention of new queries to everything in a cache; forward only.
 
-    - q [batch, seqlen_q, num_heads_q, head_dim], or [total_q, num_heads_q, head_dim] with cu_seqlens_q int32 [batch + 1].
+    - q [batch, seqlen_q, num_heads_q, head_dim], or [total_q, num_heads_q, head_dim] with cu_seqlens_q
+      int32 [batch + 1].
     - cache: what `cache.append` has filled; append first: q_pos = i + lengths[b] - seqlen_q.
     - num_splits: parts that each sequence's keys are cut into, None to let the backend choose.
     - out: a buffer for the result. plan: None (no planner exists yet).

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kilat.problem import Grads, Options
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -56,15 +57,15 @@ def call_of(options: Options, operands: Operands, names: tuple[str, ...], return
 
 def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse: bool) -> Any:
     """Attention through the door that fits: out, or (out, lse) if `return_lse`."""
+    if _is_compiling():
+        return _compiled_run(options, operands, names, return_lse)
     types = (type(operands.q), type(operands.k), type(operands.v))
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         from kilat import functorch
 
         return functorch.run(options, operands, names, return_lse)
     if not _PLAIN_TYPES.issuperset(types) or _dispatch_modes():
-        from kilat import compiled
-
-        return compiled.run(options, operands, names, return_lse)
+        return _compiled_run(options, operands, names, return_lse)
     plan = lookup(options, operands, names, torch.is_grad_enabled())
     if plan.checked:
         plan.check(operands)
@@ -75,6 +76,12 @@ def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse
     else:
         out, lse = plan.backend.forward(plan.problem, operands)
     return (out, lse) if return_lse else out
+
+
+def _compiled_run(options: Options, operands: Operands, names: tuple[str, ...], return_lse: bool) -> Any:
+    from kilat import compiled
+
+    return compiled.run(options, operands, names, return_lse)
 
 
 def flat_gradients(grads: Grads, names: tuple[str, ...], wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -139,8 +139,10 @@ def _build(cls: type[S], values: dict[str, Any]) -> S:
 
 def _encode(value: Any, where: str = "") -> str:
     """A value as a Python literal, in plain string operations that torch.compile can follow."""
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, str)):
         return repr(value)
+    if isinstance(value, int):
+        return repr(operator.index(value))  # a tracer's symbolic int becomes a number here, with a guard
     if isinstance(value, float):
         return f"('float',{value.hex()!r})"
     if isinstance(value, tuple):

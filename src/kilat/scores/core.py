@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from kilat.structure import Structured
@@ -24,4 +25,5 @@ def in_order(scores: Sequence[ScoreModifier]) -> tuple[ScoreModifier, ...]:
         count = sum(type(other) is type(score) for other in scores)
         if score.unique and count > 1:
             raise ValueError(f"scores must have at most one {type(score).__name__}; got {count}")
-    return tuple(sorted(scores, key=lambda s: s.order))
+    # index: to a tracer the order of an object that it was given is a symbolic int
+    return tuple(sorted(scores, key=lambda s: operator.index(s.order)))
