@@ -25,27 +25,23 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"symbolic"}),
     frozenset({"math"}),
     frozenset({"structure"}),
-    frozenset({"masks", "scores", "kv", "numerics", "dropout"}),
+    frozenset({"masks", "scores", "numerics", "dropout"}),
     frozenset({"problem"}),
     frozenset({"reference_parts", "validate_basic"}),
-    frozenset({"reference", "validate_tensors", "validate_values", "views"}),
-    frozenset({"accuracy", "validate", "backends", "tune"}),
+    frozenset({"reference", "validate_tensors", "validate_values", "views", "numpy_door"}),
+    frozenset({"kv", "accuracy", "validate", "backends", "tune"}),
     frozenset({"dispatch"}),
     frozenset({"plan"}),
     frozenset({"autograd", "functorch", "compiled", "batching"}),
-    frozenset({"numpy_door"}),
     frozenset({"gather"}),
-    frozenset({"api"}),
+    frozenset({"api", "explaining", "merging"}),
     frozenset({"bench", "checks", "compat", "parallel"}),
     frozenset({"demo"}),
     frozenset({"cli"}),
 )
 # The few arrows between neighbours of one layer: (from, to). The three doors of autograd call one another.
 DOORS = ("autograd", "functorch", "compiled", "batching")
-SIDEWAYS = frozenset(
-    {("kv", "numerics"), ("scores", "numerics"), ("kv", "dropout"), ("tune", "backends")}
-    | {(a, b) for a in DOORS for b in DOORS}
-)
+SIDEWAYS = frozenset({("scores", "numerics"), ("tune", "backends")} | {(a, b) for a in DOORS for b in DOORS})
 FREE_OF_TORCH = frozenset({"masks", "scores", "numerics", "symbolic", "math", "structure"})
 DSL_OWNERS = {
     "llvmlite": ("backends.cpu",),
@@ -97,7 +93,7 @@ def _has_foreign_signature(source: Source, scope: Scope) -> bool:
         or scope.node.name in PROTOCOL_METHODS
         or "Function" in bases  # torch.autograd.Function and what derives from it
         or any(last_name(d) in FOREIGN_DECORATORS for d in scope.node.decorator_list)
-        or (source.place in {"api", ""} and scope.node.name in API_CONTRACT)
+        or (source.place in {"api", "explaining", "merging", ""} and scope.node.name in API_CONTRACT)
     )
 
 
