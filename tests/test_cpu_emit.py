@@ -156,6 +156,21 @@ def test_comparisons_and_select(isa: Isa, t: Type, lanes: int) -> None:
         np.testing.assert_array_equal(g, e, err_msg=f"comparison {i}")
 
 
+@pytest.mark.parametrize("lanes", [2, 4, 8, 16])
+def test_any_and_all(isa: Isa, lanes: int) -> None:
+    x = np.zeros((4, lanes), np.int32)
+    x[1, lanes - 1] = x[2] = 1
+    x[3, 1:] = 1
+
+    def body(f: Function, v: list[Value]) -> list[Value]:
+        mask = v[0].ne(0)
+        return [f.splat(f.select(c, f.const(1, I32), 0), lanes) for c in (f.any(mask), f.all(mask))]
+
+    some, every = (g.reshape(4, lanes)[:, 0] for g in evaluate("any", isa, lanes, [(I32, x.ravel())], [I32] * 2, body))
+    assert list(some) == [0, 1, 1, 1]
+    assert list(every) == [0, 0, 1, 0]
+
+
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "&": operator.and_, "|": operator.or_, "^": operator.xor,
 }  # fmt: skip
@@ -263,6 +278,8 @@ def test_literals_are_exact_and_checked() -> None:
         literal(0.5, I32)
     with pytest.raises(OverflowError, match="must fit in 8 bits; got 256"):
         literal(256, I8)
+    with pytest.raises(OverflowError, match="must fit in 4 bits; got -9"):
+        literal(-9, Type("i4"))
     with pytest.raises(TypeError, match="the only literal pointer is 0"):
         literal(8, PTR)
 

@@ -181,6 +181,14 @@ class Function:
                 a = self.maximum(lo, hi) if combine == "max" else self.minimum(lo, hi)
         return self.extract(a, 0)
 
+    def any(self, mask: Value) -> Value:
+        """Whether a lane of an I1 vector is set."""
+        return self.bitcast(mask, Type(f"i{mask.type.lanes}")).ne(0)
+
+    def all(self, mask: Value) -> Value:
+        """Whether every lane of an I1 vector is set."""
+        return self.bitcast(mask, Type(f"i{mask.type.lanes}")).eq(-1)
+
     # ---- calls ---------------------------------------------------------------------------------------------------
     def intrinsic(self, name: str, ret: Type, *args: Value) -> Value:
         """Call a function declared outside the module, or an LLVM intrinsic."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64}
+_BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 _FLOATS = ("half", "bfloat", "float", "double")
 
 
@@ -24,9 +24,14 @@ class Type:
         return self.elem in _FLOATS
 
     @property
+    def bits(self) -> int:
+        """Width of the element; an integer may have any, as masks of 4 lanes that become an i4."""
+        return _BITS.get(self.elem) or int(self.elem[1:])
+
+    @property
     def bytes(self) -> int:
         """Size in memory of the whole value."""
-        return max(self.lanes, 1) * (8 if self.elem == "ptr" else _BITS[self.elem] // 8)
+        return max(self.lanes, 1) * (self.bits // 8)
 
     @property
     def scalar(self) -> Type:
@@ -78,7 +83,7 @@ def literal(x: int | float, elem: Type) -> str:
         return "null"
     if x != int(x):
         raise TypeError(f"a literal of type {elem} must be an integer; got {x}")
-    bits, x = _BITS[elem.elem], int(x)
+    bits, x = elem.bits, int(x)
     if not -(1 << bits - 1) <= x < 1 << bits:
         raise OverflowError(f"a literal of type {elem} must fit in {bits} bits; got {x}")
     return str(x)
