@@ -223,8 +223,7 @@ def exceptions(source: Source) -> Iterator[Violation]:
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 yield Violation(source.path, node.lineno, "bare except: name the exceptions")
-            silent = (ast.Pass, ast.Continue)
-            if all(isinstance(s, silent) or _is_constant_statement(s) for s in node.body):
+            if all(isinstance(s, ast.Pass) or _is_constant_statement(s) for s in node.body):
                 yield Violation(
                     source.path, node.lineno, "silent except: act on it, or use contextlib.suppress(TheError)"
                 )
