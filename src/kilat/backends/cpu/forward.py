@@ -35,6 +35,7 @@ FORWARD = Params(
     *("lse", "lse_b", "lse_n", "lse_h", "lse_slot"),  # lse_n: bytes from query to query, always the element size
     *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
     *("at_q", "at_out", "at_max", "at_sum", "at_calm", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
+    *("at_p", "at_vt"),  # bfloat16 kernel only
 )
 
 # head0 .. head0 + heads: query heads; first, count: queries; two key ranges [lo, hi); slot: which partial result
@@ -68,7 +69,7 @@ def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int) -> tuple[dic
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """Everything that the worker calls."""
 
     block: Blocking
@@ -79,6 +80,10 @@ class _Parts:
     dropout_bits: Function
     scores_forward: Function
 
+    @property
+    def epilogue(self) -> Function:
+        return self.steps.epilogue
+
 
 def build(isa: Isa, compute: Type) -> str:
     """IR of the module; exports `worker(params)`."""
@@ -86,7 +91,7 @@ def build(isa: Isa, compute: Type) -> str:
     block = blocking(isa.lanes32, compute)
     transpose = build_transpose(m, compute, block.lanes)
     store_rows = build_store_rows(m, compute, block.lanes, isa)
-    parts = _Parts(
+    parts = Parts(
         block,
         build_steps(m, block, transpose, store_rows),
         build_load_rows(m, compute, block.lanes, isa),
@@ -97,11 +102,11 @@ def build(isa: Isa, compute: Type) -> str:
     )
     tile = _build_tile(m, parts)
     with m.function("worker", [PTR], exported=True) as f:
-        _Worker(f, parts, tile).run()
+        Worker(f, parts, tile).run()
     return m.text()
 
 
-def _build_tile(m: Module, parts: _Parts) -> Function:
+def _build_tile(m: Module, parts: Parts) -> Function:
     """tile(P, seq, b, h, i0, nr, j0, nb, kind, bits, bad, QT, OT, max, sum, calm, scratch).
 
     One key tile for one query block. kind: the class of mask_bits (1 partial, 2 all visible); bad: the V tile holds NaN or inf.
@@ -160,10 +165,10 @@ def _build_tile(m: Module, parts: _Parts) -> Function:
     return f
 
 
-class _Worker:
+class Worker:
     """Writes the body of `worker`: take tasks until none is left."""
 
-    def __init__(self, f: Function, parts: _Parts, tile: Function) -> None:
+    def __init__(self, f: Function, parts: Parts, tile: Function) -> None:
         self.f, self.parts, self.tile, self.p = f, parts, tile, f.args[0]
         block = parts.block
         self.size, self.width = block.compute.bytes, block.lanes * block.vectors
@@ -181,12 +186,15 @@ class _Worker:
         thread = f.atomic_add(counter.at(64), 1)
         self.scratch = self.pointer("scratch").at(thread * self.read("scratch_stride"))
         self.dim, self.dim_v = self.read("head_dim"), self.read("head_dim_v")
-        self.pad_q = self._pad(self.dim) * self.row
-        self.pad_o = (self._pad(self.dim_v) + self.parts.block.mr) * self.row
+        self.pad_q, self.pad_o = self._strides()
         with f.forever() as end:
             t = f.atomic_add(counter, 1)
             f.leave(end, t >= ntasks)
             self._task(self.pointer("tasks").at(t * (8 * TASK.size)))
+
+    def _strides(self) -> tuple[Value, Value]:
+        """Bytes of one Q block and of one accumulator."""
+        return self._pad(self.dim) * self.row, (self._pad(self.dim_v) + self.parts.block.mr) * self.row
 
     def _pad(self, dim: Value) -> Value:
         lanes = self.parts.block.lanes
@@ -201,7 +209,7 @@ class _Worker:
         self.per_head = (get["count"] + (self.width - 1)) // self.width
         self.blocks = self.per_head * get["heads"]
         with f.range(0, self.blocks) as s:
-            self._load_query(s)
+            self._start(s)
         for r in ("0", "1"):
             with f.range(get["lo" + r], get["hi" + r], BLOCK_KV) as j0:
                 self._keys(j0, f.minimum(get["hi" + r] - j0, f.const(BLOCK_KV, I64)))
@@ -221,27 +229,34 @@ class _Worker:
     def _buffer(self, name: str, s: Value, stride: Value | int) -> Value:
         return self.scratch.at(self.read(name)).at(s * stride)
 
-    def _load_query(self, s: Value) -> None:
-        """Q block, scaled and transposed; empty accumulators."""
+    def _start(self, s: Value) -> None:
+        """Bring the Q block in; empty accumulators."""
         f, t = self.f, self.parts.block.compute
-        head, i0, nr = self._sub(s)
+        self._load_query(s, *self._sub(s))
+        vec = t.vec(self.parts.block.lanes)
+        for name, value, stride in (("at_max", -math.inf, self.row), ("at_sum", 0.0, 2 * self.row)):
+            with f.range(0, self.row, vec.bytes) as o:
+                f.store(f.const(value, vec), self._buffer(name, s, stride), o)
+        f.store(self._first_state(), self._buffer("at_calm", s, 64))
+        with f.range(0, self.pad_o, vec.bytes) as o:
+            f.store(f.const(0.0, vec), self._buffer("at_out", s, self.pad_o), o)
+
+    def _first_state(self) -> Value:
+        """What a row block's `calm` is before its first tile."""
+        return self.f.select(self.read("has_scores").ne(0), self.f.const(0, I64), FIRST)
+
+    def _load_query(self, s: Value, head: Value, i0: Value, nr: Value) -> None:
+        """Q block, scaled and transposed: [head_dim, queries]."""
+        f = self.f
         rows = self.scratch.at(self.read("at_rows"))
         null, zero = f.const(0, PTR), f.const(0, I64)
-        scale = FORWARD.floating(f, self.p, "scale", t)
+        scale = FORWARD.floating(f, self.p, "scale", self.parts.block.compute)
         source = self._base("q", head, self.q_token + i0)
         f.call(self.parts.load_rows, source, self.read("q_n"), null, zero, zero, zero, nr, self.width, rows, self.dim,
                scale, self.read("dtype"))  # fmt: skip
         pad = self._pad(self.dim)
         qt = self._buffer("at_q", s, self.pad_q)
         f.call(self.parts.transpose, rows, pad * self.size, qt, self.row, self.width, pad)
-        vec = t.vec(self.parts.block.lanes)
-        for name, value, stride in (("at_max", -math.inf, self.row), ("at_sum", 0.0, 2 * self.row)):
-            with f.range(0, self.row, vec.bytes) as o:
-                f.store(f.const(value, vec), self._buffer(name, s, stride), o)
-        start = f.select(self.read("has_scores").ne(0), f.const(0, I64), FIRST)
-        f.store(start, self._buffer("at_calm", s, 64))
-        with f.range(0, self.pad_o, vec.bytes) as o:
-            f.store(f.const(0.0, vec), self._buffer("at_out", s, self.pad_o), o)
 
     def _keys(self, j0: Value, nb: Value) -> None:
         """One key tile for all sub-blocks; K and V are brought in when the first one needs them."""
@@ -265,14 +280,18 @@ class _Worker:
     def _load(self, name: str, j0: Value, nb: Value) -> Value:
         """Bring a tile of K or V into scratch; 1 if it holds a non-finite number."""
         f = self.f
+        dim = self.dim if name == "k" else self.dim_v
+        one, to = f.const(1.0, self.parts.block.compute), self.scratch.at(self.read("at_" + name))
+        return f.call(self.parts.load_rows, *self._source(name), j0, nb, nb, to, dim, one, self.read("dtype"))
+
+    def _source(self, name: str) -> tuple[Value, Value, Value, Value, Value]:
+        """Where rows of K or V lie: base, stride, page table, page size, page stride."""
+        f = self.f
         pages = f.var(PTR, self.pointer("pages"))
         with f.when(f.cast("ptrtoint", pages.get(), I64).ne(0)):
             pages.set(pages.get().at(self.b * self.read("pages_b")))
         base = self._base(name, self.kv_head, self.kv_token)
-        dim = self.dim if name == "k" else self.dim_v
-        one, to = f.const(1.0, self.parts.block.compute), self.scratch.at(self.read("at_" + name))
-        return f.call(self.parts.load_rows, base, self.read(f"{name}_n"), pages.get(), self.read("page_size"),
-                      self.read(f"{name}_page"), j0, nb, nb, to, dim, one, self.read("dtype"))  # fmt: skip
+        return base, self.read(f"{name}_n"), pages.get(), self.read("page_size"), self.read(f"{name}_page")
 
     def _store(self, s: Value) -> None:
         f, t = self.f, self.parts.block.compute
@@ -287,5 +306,5 @@ class _Worker:
         ot, mp = self._buffer("at_out", s, self.pad_o), self._buffer("at_max", s, self.row)
         lp, rows = self._buffer("at_sum", s, 2 * self.row), self.scratch.at(self.read("at_rows"))
         factor = FORWARD.floating(f, self.p, "dropout_scale", t)
-        f.call(self.parts.steps.epilogue, ot, mp, lp, rows, nr, self.dim_v, out, self.read("out_n"),
+        f.call(self.parts.epilogue, ot, mp, lp, rows, nr, self.dim_v, out, self.read("out_n"),
                self.read("out_dtype"), lse, factor, f.cast("zext", has_sink, I64), sink.get())  # fmt: skip

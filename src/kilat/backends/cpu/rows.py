@@ -105,14 +105,12 @@ def build_store_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function
     return f
 
 
-def build_transpose(m: Module, compute: Type, lanes: int) -> Function:
+def build_transpose(m: Module, compute: Type, lanes: int, name: str = "transpose") -> Function:
     """transpose(src, src_pitch, dst, dst_pitch, rows, cols): dst[c][r] = src[r][c]; rows, cols multiples of lanes."""
-    with m.function("transpose", [PTR, I64, PTR, I64, I64, I64]) as f:
+    with m.function(name, [PTR, I64, PTR, I64, I64, I64]) as f:
         src, src_pitch, dst, dst_pitch, rows, cols = f.args
         with f.range(0, rows, lanes) as r, f.range(0, cols, lanes) as c:
             tile = [f.load(compute.vec(lanes), src.at((r + i) * src_pitch), c * compute.bytes) for i in range(lanes)]
             for i, row in enumerate(transpose(f, tile)):
                 f.store(row, dst.at((c + i) * dst_pitch), r * compute.bytes)
     return f
-
-
