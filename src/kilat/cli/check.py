@@ -11,6 +11,7 @@ from kilat.cli.output import JsonFlag, ThreadsOption, print_json, progress, set_
 
 def check(
     device: Annotated[str, typer.Option("--device", help="Where to check: cpu.")] = "cpu",
+    every_result: Annotated[bool, typer.Option("--all", help="Show every result, not one of each case.")] = False,
     threads: ThreadsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -27,10 +28,10 @@ def check(
     if as_json:
         print_json(report.to_json())
     else:
-        made = table("Largest errors against float64", "case", "result", "kilat", "allowed", "torch", "", left=2)
-        for row in report.rows:
+        made = table("Largest errors against float64", "case", "result", "kilat", "allowed", "torch", "verdict", left=2)
+        for row in report.rows if every_result else report.worst():
             torch_error = row.torch_note if row.torch_error is None else f"{row.torch_error:.1e}"
-            verdict = "ok" if row.ok else "WRONG"
+            verdict = "ok" if row.ok else f"WRONG {row.note}".rstrip()
             made.add_row(row.case, row.result, f"{row.error:.1e}", f"{row.allowed:.1e}", torch_error, verdict)
         show(made)
         show(report.summary())
