@@ -4,17 +4,18 @@
     p_ij = exp(s_ij - lse_i)    dp_ij = do_i . v_j    ds_ij = p_ij (dp_ij - delta_i)
     dv_j += p_ij do_i    dk_j += ds_ij scale q_i    dq_i += scale ds_ij k_j
 
-FlashAttention-2 (Dao 2023), algorithm 2. Three kernels run one after the other: `run_deltas`; `run_chunks`, in which a task owns
-the dK and dV of a range of keys of one kv head (all its query heads, all queries that see it) and adds dQ into a buffer
-of its own; `run_finish`, which sums those buffers in a fixed order. So no bit depends on the number of threads.
+FlashAttention-2 (Dao 2023), algorithm 2. Three kernels run one after the other: `run_deltas`; `run_chunks`, in which a
+task owns the dK and dV of a range of keys of one kv head (all its query heads, all queries that see it) and adds dQ
+into a buffer of its own; `run_finish`, which sums those buffers in a fixed order. So no bit depends on the number of
+threads. Where no kv head's keys are split, `run_chunks` does all three.
 """
 
 from __future__ import annotations
 
 from kilat.backends.cpu.backward_bias import build_bias, build_sink
-from kilat.backends.cpu.backward_parts import Parts, Worker, build_parts
-from kilat.backends.cpu.backward_products import BLOCK_Q, padded
-from kilat.backends.cpu.emit import I64, PTR, Module, Type, Value
+from kilat.backends.cpu.backward_parts import Parts, Tiles, Worker, build_parts
+from kilat.backends.cpu.backward_products import BLOCK_Q, extents_size, padded
+from kilat.backends.cpu.emit import I64, PTR, Function, Module, Type, Value
 from kilat.backends.cpu.gemm import Blocking
 from kilat.backends.cpu.isa import Isa
 from kilat.backends.cpu.params import Params
@@ -32,15 +33,13 @@ def build(isa: Isa, compute: Type) -> str:
     """IR of the module; exports `EXPORTS`, each `void name(params)`."""
     m = Module()
     parts = build_parts(m, isa, compute)
-    with m.function("run_deltas", [PTR], exported=True) as f:
-        worker = _Deltas(f, parts)
-        worker.each_task(ROWS, worker.task)
+    rows = (build_delta_rows(m, parts), build_finish_rows(m, parts))
+    for name, callee in zip(("run_deltas", "run_finish"), rows, strict=True):
+        with m.function(name, [PTR], exported=True) as f:
+            _Rows(f, parts).run(callee)
     with m.function("run_chunks", [PTR], exported=True) as f:
-        worker = _Main(f, parts)
+        worker = _Main(f, parts, rows)
         worker.each_task(CHUNKS, worker.task)
-    with m.function("run_finish", [PTR], exported=True) as f:
-        worker = _Finish(f, parts)
-        worker.each_task(ROWS, worker.task)
     build_bias(m, parts)
     build_sink(m, parts)
     return m.text()
@@ -51,14 +50,12 @@ def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int, sub: int) ->
     size, lanes, width = block.compute.bytes, block.lanes, block.lanes * block.vectors
     pad, pad_v = (-(-d // lanes) * lanes * size for d in (head_dim, head_dim_v))
     tile, bits = BLOCK_Q * width * size, BLOCK_Q * block.vectors * 2
-    sizes = {
-        **{"at_q": BLOCK_Q * pad, "at_do": BLOCK_Q * pad_v, "at_out": BLOCK_Q * pad_v},
-        **{"at_lse": BLOCK_Q * size, "at_delta": BLOCK_Q * size},
-        **{"at_p": tile, "at_ds": tile, "at_raw": tile, "at_tmp": tile, "at_bits": bits, "at_drop": bits},
-        "at_table": 8 * (2 * (BLOCK_Q // block.mr) + 2 * block.vectors),
-        **{"at_k": sub * width * pad, "at_kt": sub * width * pad, "at_dk": sub * width * pad},
-        **{"at_vt": sub * width * pad_v, "at_dv": sub * width * pad_v, "at_bad": 8 * sub},
-    }
+    sizes = {"at_q": BLOCK_Q * pad, "at_do": BLOCK_Q * pad_v, "at_out": BLOCK_Q * pad_v}
+    sizes |= dict.fromkeys(("at_lse", "at_delta"), BLOCK_Q * size)
+    sizes |= dict.fromkeys(("at_p", "at_ds", "at_raw", "at_tmp"), tile)
+    sizes |= {"at_bits": bits, "at_drop": bits, "at_table": 8 * extents_size(block), "at_bad": 8 * sub}
+    sizes |= dict.fromkeys(("at_k", "at_kt", "at_dk"), sub * width * pad)
+    sizes |= dict.fromkeys(("at_vt", "at_dv"), sub * width * pad_v)
     offsets, total = {}, 0
     for name, n in sizes.items():
         offsets[name] = total
@@ -66,57 +63,87 @@ def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int, sub: int) ->
     return offsets, -(-total // 4096) * 4096 + 64
 
 
-class _Deltas(Worker):
-    """delta = rowsum(do * o) - dlse."""
+# P, scratch, seq, head, first query, number of queries (at most 64)
+_ROW_ARGS = (PTR, PTR, I64, I64, I64, I64)
 
-    def task(self, get: dict[str, Value]) -> None:
-        f, b, head, count = self.f, get["seq"], get["head"], get["count"]
-        token = self.sequence(b)["q_token"] + get["first"]
+
+def build_delta_rows(m: Module, parts: Parts) -> Function:
+    """delta_rows(P, scratch, b, h, first, count, splits): delta = rowsum(do * o) - dlse; `splits` is not used."""
+    with m.function("delta_rows", [*_ROW_ARGS, I64]) as f:
+        p, scratch, b, head, first, count, _ = f.args
+        scope = Tiles(f, parts, p, scratch)
+        token, vec, size = scope.sequence(b)["q_token"] + first, scope.vec, scope.size
         for name in ("out", "do"):
-            self.load(name, self.base(name, b, head, token), count, 0, self.buffer("at_" + name))
-        out, do = self.buffer("at_out"), self.buffer("at_do")
-        to = self.per_query("delta", b, head, token)
-        dlse = self.per_query("dlse", b, head, token)
-        has_dlse = self.read("dlse").ne(0)
+            scope.load(name, scope.base(name, b, head, token), count, 0, scope.buffer("at_" + name))
+        out, do = scope.buffer("at_out"), scope.buffer("at_do")
+        to, dlse = scope.per_query("delta", b, head, token), scope.per_query("dlse", b, head, token)
+        has_dlse = scope.read("dlse").ne(0)
         with f.range(0, count) as r:
-            total = f.var(self.vec, 0.0)
-            with f.range(r * self.pitch_v, (r + 1) * self.pitch_v, self.vec.bytes) as o:
-                total.set(f.fma(f.load(self.vec, out, o), f.load(self.vec, do, o), total.get()))
-            delta = f.var(self.block.compute, f.reduce(total.get(), "add"))
+            total = f.var(vec, 0.0)
+            with f.range(r * scope.pitch_v, (r + 1) * scope.pitch_v, vec.bytes) as o:
+                total.set(f.fma(f.load(vec, out, o), f.load(vec, do, o), total.get()))
+            delta = f.var(vec.scalar, f.reduce(total.get(), "add"))
             with f.when(has_dlse):
-                delta.set(delta.get() - f.load(self.block.compute, dlse, r * self.size))
-            f.store(delta.get(), to, r * self.size)
+                delta.set(delta.get() - f.load(vec.scalar, dlse, r * size))
+            f.store(delta.get(), to, r * size)
+    return f
 
 
-class _Finish(Worker):
-    """dq = scale * (sum of the dQ buffers), converted."""
+def build_finish_rows(m: Module, parts: Parts) -> Function:
+    """finish_rows(P, scratch, b, h, first, count, splits): dq = scale * (sum of `splits` dQ buffers), converted."""
+    with m.function("finish_rows", [*_ROW_ARGS, I64]) as f:
+        p, scratch, b, head, first, count, splits = f.args
+        scope = Tiles(f, parts, p, scratch)
+        token, vec = scope.sequence(b)["q_token"] + first, scope.vec
+        source, row, split = scope.base("acc", b, head, token), scope.read("acc_n"), scope.read("acc_split")
+        rows = scope.buffer("at_q")
+        with f.range(0, count) as r, f.range(0, scope.pitch, vec.bytes) as o:
+            total = f.var(vec, f.load(vec, source, r * row + o))
+            with f.range(1, splits) as s:
+                total.set(total.get() + f.load(vec, source, r * row + o + s * split))
+            f.store(total.get(), rows, r * scope.pitch + o)
+        f.call(parts.store_rows, rows, count, scope.base("dq", b, head, token), scope.read("dq_n"), scope.dim,
+               scope.floating("scale"), scope.read("dtype"))  # fmt: skip
+    return f
 
-    def task(self, get: dict[str, Value]) -> None:
-        f, b, head, count = self.f, get["seq"], get["head"], get["count"]
-        token = self.sequence(b)["q_token"] + get["first"]
-        source, row, split = self.base("acc", b, head, token), self.read("acc_n"), self.read("acc_split")
-        rows = self.buffer("at_q")
-        with f.range(0, count) as r, f.range(0, self.pitch, self.vec.bytes) as o:
-            total = f.var(self.vec, f.load(self.vec, source, r * row + o))
-            with f.range(1, get["splits"]) as s:
-                total.set(total.get() + f.load(self.vec, source, r * row + o + s * split))
-            f.store(total.get(), rows, r * self.pitch + o)
-        f.call(self.parts.store_rows, rows, count, self.base("dq", b, head, token), self.read("dq_n"), self.dim,
-               self.floating("scale"), self.read("dtype"))  # fmt: skip
+
+class _Rows(Worker):
+    """A kernel whose tasks are `ROWS`."""
+
+    def run(self, callee: Function) -> None:
+        def task(get: dict[str, Value]) -> None:
+            self.f.call(callee, self.p, self.scratch, *(get[n] for n in ROWS.names))
+
+        self.each_task(ROWS, task)
 
 
 class _Main(Worker):
-    """dK and dV of a range of keys, and its part of dQ."""
+    """dK and dV of a range of keys, and its part of dQ; of its query heads delta and dq too if they are its alone."""
+
+    def __init__(self, f: Function, parts: Parts, rows: tuple[Function, Function]) -> None:
+        super().__init__(f, parts)
+        self.rows = rows
 
     def task(self, get: dict[str, Value]) -> None:
         f = self.f
         self.get, self.b, self.at = get, get["seq"], self.sequence(get["seq"])
         self.need = {n: self.read(f"need_{n}").ne(0) for n in "qkv"}
         self.sub, self.group = self.read("sub"), self.read("group")
+        alone = self.read("alone").ne(0)
+        with f.when(alone):
+            self._each_row_block(self.rows[0])
         with f.when(self.need["q"]):
             self._clear_dq()
         with f.range(get["chunk0"], get["chunk1"]) as chunk:
             self._chunk(chunk)
+        with f.when(alone & self.need["q"]):
+            self._each_row_block(self.rows[1])
+
+    def _each_row_block(self, callee: Function) -> None:
+        f, q_len = self.f, self.at["q_len"]
+        with f.range(0, self.group) as g, f.range(0, q_len, BLOCK_Q) as first:
+            head, count = self.get["kv_head"] * self.group + g, f.minimum(q_len - first, BLOCK_Q)
+            f.call(callee, self.p, self.scratch, self.b, head, first, count, 1)
 
     def _acc(self, head: Value, i: Value) -> Value:
         """Row i of this task's dQ buffer."""
@@ -144,7 +171,7 @@ class _Main(Worker):
         with f.range(0, self.group) as g, f.range(first & -BLOCK_Q, stop, BLOCK_Q) as i0:
             self._queries(kv_head * self.group + g, i0)
         one, code = f.const(1.0, self.block.compute), self.read("dtype")
-        for name, pitch, dim in (("dk", self.pitch, self.dim), ("dv", self.pitch_v, self.dim_v)):
+        for name, dim in (("dk", self.dim), ("dv", self.dim_v)):
             with f.when(self.need[name[1]]):
                 to = self.base(name, self.b, kv_head, at["kv_token"] + self.k0)
                 f.call(

@@ -88,37 +88,26 @@ def build_first_above(m: Module) -> Function:
     return f
 
 
-class Worker(Scope):
-    """Writes the body of a kernel: take a scratch slot, then tasks until none is left."""
+class Tiles(Scope):
+    """Brings tiles into scratch."""
 
-    def __init__(self, f: Function, parts: Parts) -> None:
-        block, p = parts.block, f.args[0]
-        thread = f.atomic_add(BACKWARD.pointer(f, p, "counter").at(64), 1)
-        scratch = BACKWARD.pointer(f, p, "scratch").at(thread * BACKWARD.read(f, p, "scratch_stride"))
-        super().__init__(f, block, p, scratch)
-        self.parts = parts
+    def __init__(self, f: Function, parts: Parts, p: Value, scratch: Value) -> None:
+        super().__init__(f, parts.block, p, scratch)
+        block, self.parts = parts.block, parts
         self.vec, self.size = vector_type(block), block.compute.bytes
         self.width = block.lanes * block.vectors
         self.dim, self.dim_v = self.read("head_dim"), self.read("head_dim_v")
         self.pitch, self.pitch_v = row_bytes(self.dim, block), row_bytes(self.dim_v, block)
-
-    def each_task(self, record: Params, body: Callable[[dict[str, Value]], None]) -> None:
-        """body(fields of the task's record) for every task that this thread gets."""
-        f, counter, ntasks = self.f, self.pointer("counter"), self.read("ntasks")
-        with f.forever() as end:
-            t = f.atomic_add(counter, 1)
-            f.leave(end, t >= ntasks)
-            task = self.pointer("tasks").at(t * (8 * record.size))
-            body({n: record.read(f, task, n) for n in record.names})
 
     def load(self, name: str, source: Value, rows: Value, pad: int, to: Value, scale: Value | float = 1.0) -> Value:
         """Rows of q, k, v, out or do from `source`, converted and zero-padded to `pad` rows; 1 if any is not finite."""
         f, zero = self.f, self.f.const(0, I64)
         dim = self.dim if name in ("q", "k") else self.dim_v
         code = self.read("out_dtype" if name in ("out", "do") else "dtype")
-        scale = f.coerce(scale, self.block.compute)
-        return f.call(self.parts.load_rows, source, self.read(f"{name}_n"), f.const(0, PTR), zero, zero, zero, rows, pad, to,
-                      dim, scale, code)  # fmt: skip
+        not_paged = (f.const(0, PTR), zero, zero)
+        return f.call(
+            self.parts.load_rows, source, self.read(f"{name}_n"), *not_paged, zero, rows, pad, to, dim, scale, code
+        )
 
     def load_queries(self, at: dict[str, Value], b: Value, head: Value, i0: Value, nr: Value) -> tuple[Value, Value]:
         """Q (scaled), dO, lse and delta of nr queries; flags of Q and dO that say whether one is not finite."""
@@ -145,4 +134,20 @@ class Worker(Scope):
         return self.buffer(name).at(slot * self.width * pitch)
 
 
-__all__ = ["BACKWARD", "Parts", "Worker", "build_parts"]
+class Worker(Tiles):
+    """Writes the body of a kernel: take a scratch slot, then tasks until none is left."""
+
+    def __init__(self, f: Function, parts: Parts) -> None:
+        p = f.args[0]
+        thread = f.atomic_add(BACKWARD.pointer(f, p, "counter").at(64), 1)
+        scratch = BACKWARD.pointer(f, p, "scratch").at(thread * BACKWARD.read(f, p, "scratch_stride"))
+        super().__init__(f, parts, p, scratch)
+
+    def each_task(self, record: Params, body: Callable[[dict[str, Value]], None]) -> None:
+        """body(fields of the task's record) for every task that this thread gets."""
+        f, counter, ntasks = self.f, self.pointer("counter"), self.read("ntasks")
+        with f.forever() as end:
+            t = f.atomic_add(counter, 1)
+            f.leave(end, t >= ntasks)
+            task = self.pointer("tasks").at(t * (8 * record.size))
+            body({n: record.read(f, task, n) for n in record.names})

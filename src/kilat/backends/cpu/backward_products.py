@@ -29,7 +29,7 @@ def geometry(block: Blocking) -> Geometry:
 
 
 def extents_size(block: Blocking) -> int:
-    """Number of int64 in an extents table: (first, stop) vector of each row group, then (first, stop) row of each vector."""
+    """int64 in an extents table: (first, stop) vector of each row group, then (first, stop) row of each vector."""
     return 2 * (BLOCK_Q // block.mr) + 2 * block.vectors
 
 

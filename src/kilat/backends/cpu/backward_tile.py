@@ -35,16 +35,16 @@ BACKWARD = Params(
     *("out", "out_b", "out_n", "out_h", "do", "do_b", "do_n", "do_h", "out_dtype"),
     *("dq", "dq_b", "dq_n", "dq_h", "dk", "dk_b", "dk_n", "dk_h", "dv", "dv_b", "dv_n", "dv_h"),
     *("acc", "acc_b", "acc_n", "acc_h", "acc_split"),  # dq in the compute type, unscaled, one a split over keys
-    *("lse", "dlse", "delta", "lse_b", "lse_h"),  # one layout, queries next to each other; dlse may be null
+    *("lse", "dlse", "delta", "lse_b", "lse_h"),  # one layout, queries contiguous; dlse may be null
     *("sink", "dsink", "nseqs"),  # dsink: float64 [heads]
-    *("need_q", "need_k", "need_v", "sub"),  # sub: key tiles a chunk
+    *("need_q", "need_k", "need_v", "sub", "alone"),  # sub: key tiles a chunk; alone: keys are not split
     *("dbias", "dbias_b", "dbias_h", "dbias_i", "dbias_j", "stages"),
     *("at_q", "at_do", "at_out", "at_lse", "at_delta", "at_p", "at_ds", "at_raw", "at_tmp", "at_bits", "at_drop"),
     *("at_table", "at_k", "at_kt", "at_vt", "at_dk", "at_dv", "at_bad"),
 )
 
 ALL_STAGES = 0
-"""Value of the parameter `stages` that takes dS to the raw scores; else it is the one stage of scores_backward to do."""
+"""Value of the parameter `stages` that takes dS to the raw scores; else it is the one stage of scores_backward."""
 
 
 class Scope:
