@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kilat.backends.cpu import user
 from kilat.backends.cpu.emit import F32, F64, Type
 from kilat.backends.cpu.layout import COMMON, DTYPE_CODES, SEQ, Geometry
 from kilat.backends.cpu.params import float_bits
 from kilat.masks import core as masks
+from kilat.scores import Alibi, Bias, Score, Softcap
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,14 +31,17 @@ def compute_type(problem: Problem) -> Type:
 
 
 def torch_compute(problem: Problem) -> torch.dtype:
+    """`compute_type` as torch names it."""
     return torch.float64 if problem.dtype == "float64" else torch.float32
 
 
 def dtype_code(t: Tensor) -> int:
+    """How kernels are told the type of a tensor's elements."""
     return DTYPE_CODES[str(t.dtype).removeprefix("torch.")]
 
 
 def byte_strides(t: Tensor) -> list[int]:
+    """Strides in bytes."""
     size = t.element_size()
     return [s * size for s in t.stride()]
 
@@ -126,44 +131,42 @@ class Call:
         rows = np.array([[t.data_ptr(), *broadcast_strides(t)] for t in dense], np.int64)
         put.update(n_dense=len(dense), dense=self.pointer(rows))
         if self.parts.predicates:
-            from kilat.backends.cpu import user
-
             table = []
             for predicate in self.parts.predicates:
                 ts = tuple(tensors[i] for i in predicate.tensors)
-                fn = user.predicate_function(predicate.expr, _dtypes(ts), geometry, isa)
-                table.append([fn, self.pointer(user.environment(predicate.expr, ts))])
+                function = user.predicate_function(predicate.expr, user.dtype_names(ts), geometry, isa)
+                table.append([function, self.pointer(user.environment(ts))])
             put.update(n_predicates=len(table), predicates=self.pointer(np.array(table, np.int64)))
 
     def _put_scores(self, put: dict[str, int], geometry: Geometry, isa: Isa) -> None:
         p, users = self.problem, []
         for modifier, tensors in zip(p.scores, self.operands.score_tensors, strict=True):
             put["has_scores"] = 1
-            if modifier.name == "softcap":
+            if isinstance(modifier, Softcap):
                 put["softcap"] = float_bits(modifier.cap)
-            elif modifier.name == "alibi":
+            elif isinstance(modifier, Alibi):
                 slopes = tensors[0].detach().to(torch_compute(p)).contiguous()
                 of_b, of_h = [0, *byte_strides(slopes)][-2:]
                 put.update(alibi=self.pointer(slopes), alibi_b=of_b, alibi_h=of_h)
-            elif modifier.name == "bias":
+            elif isinstance(modifier, Bias):
                 bias = tensors[0].detach()
                 names = ("bias_b", "bias_h", "bias_i", "bias_j")
                 put.update(zip(names, broadcast_strides(bias), strict=True))
                 put.update(bias=self.pointer(bias), bias_dtype=dtype_code(bias))
-            else:
+            elif isinstance(modifier, Score):
                 users.append(self._user(modifier, tensors, geometry, isa))
         if users:
             put.update(n_scores=len(users), scores=self.pointer(np.array(users, np.int64)))
 
-    def _user(self, modifier: Any, tensors: Sequence[Tensor], geometry: Geometry, isa: Isa) -> list[int]:
-        from kilat.backends.cpu import user
-
-        dtypes = _dtypes(tensors)
+    def _user(self, modifier: Score, tensors: Sequence[Tensor], geometry: Geometry, isa: Isa) -> list[int]:
+        """Forward function, backward function (in tiles of the backward), environment of a user score."""
+        plain = [t.detach() for t in tensors]
+        self.keep.extend(plain)
+        dtypes, backward = user.dtype_names(plain), 0
         forward = user.score_function(modifier.expr, dtypes, geometry, isa)
-        backward = 0
-        if self.problem.needs_grad:
-            backward = user.score_backward_function(modifier.expr, modifier.derivative_expr, dtypes, geometry, isa)
-        return [forward, backward, self.pointer(user.environment(modifier.expr, tensors))]
+        if not geometry.query_lanes:
+            backward = user.score_backward_function(modifier.d_expr, dtypes, geometry, isa)
+        return [forward, backward, self.pointer(user.environment(plain))]
 
     def _put_dropout(self, put: dict[str, int]) -> None:
         p, o = self.problem, self.operands
@@ -185,10 +188,6 @@ def _signed(x: Tensor | int) -> int:
     """Seed or offset as the int64 with the same 64 bits."""
     value = int(x) & 0xFFFFFFFFFFFFFFFF
     return value - (1 << 64) if value >> 63 else value
-
-
-def _dtypes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
 
 
 def _numpy(t: Any) -> Any:

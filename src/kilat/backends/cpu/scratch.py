@@ -17,11 +17,10 @@ _LARGEST = 64 << 20  # bytes that are worth keeping; more is given back
 @contextmanager
 def borrow(size: int) -> Iterator[int]:
     """The address of `size` bytes, aligned to 64, that nobody else has until the block ends."""
-    buffer = None
     try:
         buffer = _free.pop()
     except IndexError:
-        pass
+        buffer = None
     if buffer is None or buffer.numel() < size + 64:
         buffer = torch.empty(max(size + 64, 1 << 20), dtype=torch.uint8)
     yield -(-buffer.data_ptr() // 64) * 64
