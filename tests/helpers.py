@@ -64,7 +64,10 @@ class Call:
 
     def run(self, backend: str, **more: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) from the public function that the case's layout names."""
-        options = self.options() | {"backend": backend} | more
+        with threads(1 if backend == "reference" else torch.get_num_threads()):
+            return self._run(self.options() | {"backend": backend} | more)
+
+    def _run(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         if self.case.layout in ("dense", "padded"):
             return kilat.attention(self.q, self.k, self.v, **self.lengths, **options)
         if self.case.layout == "ragged":
@@ -90,7 +93,8 @@ class Call:
             for x in named.values():
                 x.requires_grad_()
             out, lse = self.run(backend, **more)
-            grads = torch.autograd.grad((out, lse), list(named.values()), (self.dout, self.dlse))
+            with threads(1 if backend == "reference" else torch.get_num_threads()):
+                grads = torch.autograd.grad((out, lse), list(named.values()), (self.dout, self.dlse))
         finally:
             for x in named.values():
                 x.requires_grad_(False)
@@ -220,7 +224,19 @@ def expected(case: Case, backward: bool = False) -> Expected:
 def expectation(call: Call, backward: bool = False) -> Expected:
     """What a call must give, and how exactly."""
     problem, op = call.core()
-    return accuracy.expected(problem, op, *((call.dout, call.dlse) if backward else ()))
+    with threads(1):  # tiny matrices: a second thread costs more than it does
+        return accuracy.expected(problem, op, *((call.dout, call.dlse) if backward else ()))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's number of threads, set and put back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def skip_unless_supported(call: Call, backend: str, needs_grad: bool = False) -> None:
