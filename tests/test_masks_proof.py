@@ -111,7 +111,8 @@ def check_bounds(ends: np.ndarray, truth: np.ndarray) -> None:
     assert ends.shape in ((1, 2, q_len), (2, 2, q_len))
     assert ends.dtype == np.int32
     assert not ends.flags.writeable
-    assert (ends >= 0).all() and (ends <= kv_len).all()
+    assert (ends >= 0).all()
+    assert (ends <= kv_len).all()
     assert (ends[:, 0] <= ends[:, 1]).all()
     assert (np.diff(ends, axis=2) >= 0).all(), "an end decreases"
     assert (union(ends, kv_len) == truth).all()

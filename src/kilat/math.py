@@ -29,6 +29,8 @@ def _call(op: str, name: str, *operands: Any) -> Any:
 
 def where(condition: Any, a: Any, b: Any) -> Any:
     """a where the condition holds, b elsewhere."""
+    if isinstance(condition, (bool, np.bool_)):
+        return a if condition else b
     return _call("where", "where", condition, a, b)
 
 

@@ -6,11 +6,12 @@ value itself (`if`, `float()`, `and`, the built-in min) raises TypeError at once
 
 from __future__ import annotations
 
-import numbers
 import types
 from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, signature
 from typing import Any, NoReturn
+
+import numpy as np
 
 from kilat.symbolic.nodes import COMPARISONS, Call, Const, Expr, Kind, Load, Var
 from kilat.symbolic.text import from_text, to_text
@@ -41,11 +42,8 @@ def lift(value: object) -> Expr:
         return value.expr
     if isinstance(value, (bool, int, float)):
         return Const(value)
-    item = getattr(value, "item", None)
-    if item is not None and isinstance(value, (numbers.Number, numbers.Integral)):  # NumPy scalars
-        return Const(item())
-    if type(value).__name__ == "bool" and item is not None:  # numpy.bool is not a numbers.Number
-        return Const(bool(value))
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return lift(value.item())
     if hasattr(value, "shape"):
         raise TypeError(f"a user function may only read arrays handed in tensors=; got {type(value).__name__}")
     if isinstance(value, SymbolicTensor):
