@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kilat.backends.cpu.emit import I1, I16, I32, I64, PTR, Function, Type, Value
+from kilat.backends.cpu.emit import I1, I16, I32, I64, PTR, Function, Module, Operand, Type, Value
 from kilat.backends.cpu.layout import COMMON, SEQ, Geometry
 from kilat.backends.cpu.math import transpose
 from kilat.backends.cpu.params import Params
@@ -87,6 +87,7 @@ def narrow(f: Function, x: Value) -> Value:
 
 
 def is_null(f: Function, p: Value) -> Value:
+    """Whether a pointer parameter was left at 0."""
     return f.cast("ptrtoint", p, I64).eq(0)
 
 
@@ -135,79 +136,90 @@ def from_bits(f: Function, bits: Value, lanes: int) -> Value:
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class View:
-    """Element (row 0, lane 0) of a tile of a strided tensor; strides in bytes, 0 where it is broadcast."""
-
-    elem: Type
-    base: Value
-    row_stride: Value
-    lane_stride: Value
-
-
+Convert = Callable[[Function, Value], Value]
 Use = Callable[[Value, Value, Value], None]
 
 
-def for_each_vector(tile: Tile, view: View, use: Use) -> None:
-    """Emit `use(row, column, <lanes x elem>)` for every vector of a tensor's tile; lanes outside nr x nb hold anything.
+@dataclass(frozen=True)
+class View:
+    """A tile of a strided tensor from its element (row 0, lane 0) on; strides in bytes, 0 where it is broadcast.
 
-    Nothing outside the tile's nr x nb elements is read. Elements next to each other along lanes are loaded as
-    vectors, those next to each other along rows are transposed in registers, anything else is read one by one.
+    `read` emits a call of a function made by `build_reader`; with `inline`, whole vectors that need no conversion are
+    loaded without one.
     """
-    f, size = tile.f, view.elem.bytes
-    along_lanes = view.lane_stride.eq(size)
-    along_rows = view.row_stride.eq(size) & ~along_lanes
-    with f.when(along_lanes):
-        _load_vectors(tile, view, use)
-    with f.when(along_rows):
-        _load_transposed(tile, view, use)
-    with f.unless(along_lanes | along_rows):
-        _load_single(tile, view, use)
+
+    base: Value
+    row_stride: Value
+    lane_stride: Value
+    bytes: int | Value  # of an element
+    read: Callable[[Value, Operand, Value], Value]
+    inline: Type | None = None
 
 
-def load_some(f: Function, t: Type, p: Value, count: Value) -> Value:
-    """The vector at p of which only the first `count` (at least 1) elements are readable; the rest becomes 0."""
-    x = f.var(t)
-    whole = count >= t.lanes
-    with f.when(whole):
-        x.set(f.load(t, p))
-    with f.unless(whole):
-        x.set(f.masked_load(t, p, lanes_below(f, t.lanes, count)))
-    return x.get()
+def build_reader(m: Module, name: str, elem: Type, lanes: int, result: Type, convert: Convert) -> Function:
+    """name(p, stride, count) -> converted p[0], p[stride], ...: `count` >= 1 elements, of which `lanes` are taken.
+
+    Lanes from `count` on hold anything, and nothing is read for them.
+    """
+    vector = elem.vec(lanes)
+    with m.function(name, [PTR, I64, I64], result.vec(lanes)) as f:
+        p, stride, count = f.args
+        x = f.var(vector)
+        adjacent, whole = stride.eq(elem.bytes), count >= lanes
+        with f.when(adjacent & whole):
+            x.set(f.load(vector, p))
+        with f.when(adjacent & ~whole):
+            x.set(f.masked_load(vector, p, lanes_below(f, lanes, count)))
+        with f.unless(adjacent):
+            one_by_one = f.const(0, vector)
+            for lane in range(lanes):
+                at = f.minimum(count - 1, lane) * stride
+                one_by_one = f.insert(one_by_one, f.load(elem, p, at), lane)
+            x.set(one_by_one)
+        f.ret_value(convert(f, x.get()))
+    return f
 
 
-def _load_vectors(tile: Tile, view: View, use: Use) -> None:
-    f, lanes = tile.f, tile.geo.lanes
-    with f.range(0, tile.rows) as row:
+def for_each_vector(tile: Tile, view: View, use: Use) -> None:
+    """Emit `use(row, column, vector)` for every vector of a tensor's tile; lanes outside nr x nb hold anything.
+
+    Nothing outside the tile's nr x nb elements is read. Elements next to each other along rows of the tile but not
+    along its lanes are read as vectors along rows and transposed in registers.
+    """
+    f = tile.f
+    transposed = view.row_stride.eq(view.bytes) & view.lane_stride.ne(view.bytes)
+    with f.when(transposed):
+        _read_transposed(tile, view, use)
+    with f.unless(transposed), f.range(0, tile.rows) as row:
         start = view.base.at(row * view.row_stride)
-        with f.range(0, tile.columns, lanes) as column:
-            use(
-                row,
-                column,
-                load_some(f, view.elem.vec(lanes), start.at(column * view.elem.bytes), tile.columns - column),
-            )
+        with f.range(0, tile.columns, tile.geo.lanes) as column:
+            at = start.at(column * view.lane_stride)
+            use(row, column, *_fetch(tile, view, [at], view.lane_stride, tile.columns - column))
 
 
-def _load_transposed(tile: Tile, view: View, use: Use) -> None:
+def _read_transposed(tile: Tile, view: View, use: Use) -> None:
     """Blocks of lanes x lanes; a lane behind the tile repeats the last one, a row behind it is not read."""
     f, lanes = tile.f, tile.geo.lanes
     with f.range(0, tile.columns, lanes) as column, f.range(0, tile.rows, lanes) as row:
-        start = view.base.at(row * view.elem.bytes)
-        block = []
-        for lane in range(lanes):
-            index = f.minimum(column + lane, tile.columns - 1)
-            block.append(load_some(f, view.elem.vec(lanes), start.at(index * view.lane_stride), tile.rows - row))
+        start = view.base.at(row * view.bytes)
+        last = tile.columns - 1
+        starts = [start.at(f.minimum(column + lane, last) * view.lane_stride) for lane in range(lanes)]
+        block = _fetch(tile, view, starts, view.bytes, tile.rows - row)
         for k, x in enumerate(transpose(f, block)):
             use(row + k, column, x)
 
 
-def _load_single(tile: Tile, view: View, use: Use) -> None:
-    f, lanes = tile.f, tile.geo.lanes
-    with f.range(0, tile.rows) as row:
-        start = view.base.at(row * view.row_stride)
-        with f.range(0, tile.columns, lanes) as column:
-            x = f.const(0, view.elem.vec(lanes))
-            for lane in range(lanes):
-                index = f.minimum(column + lane, tile.columns - 1)
-                x = f.insert(x, f.load(view.elem, start.at(index * view.lane_stride)), lane)
-            use(row, column, x)
+def _fetch(tile: Tile, view: View, pointers: list[Value], stride: Operand, count: Value) -> list[Value]:
+    """The first `count` elements behind each pointer."""
+    if view.inline is None:
+        return [view.read(p, stride, count) for p in pointers]
+    f, vector = tile.f, view.inline.vec(tile.geo.lanes)
+    found = [f.var(vector) for _ in pointers]
+    easy = f.coerce(stride, I64).eq(view.bytes) & (count >= vector.lanes)
+    with f.when(easy):
+        for x, p in zip(found, pointers, strict=True):
+            x.set(f.load(vector, p))
+    with f.unless(easy):
+        for x, p in zip(found, pointers, strict=True):
+            x.set(view.read(p, stride, count))
+    return [x.get() for x in found]

@@ -15,6 +15,7 @@ from kilat.backends.cpu.tiles import (
     Tile,
     View,
     bits_offset,
+    build_reader,
     check_geometry,
     for_each_vector,
     lanes_below,
@@ -57,6 +58,7 @@ def build_and_bytes(m: Module, geo: Geometry) -> Function:
     for known in m.functions:
         if known.name == "and_bytes":
             return known
+    reader = build_reader(m, "read_bytes", I8, geo.lanes, I8, lambda f, x: x)
     with m.function("and_bytes", [*TILE_ARGS, PTR, PTR], VOID) as f:
         tile, bits, record = Tile(f, geo), f.args[-2], f.args[-1]
         sb, sh, si, sj = (f.load(I64, record, 8 * k) for k in range(1, 5))
@@ -67,7 +69,8 @@ def build_and_bytes(m: Module, geo: Geometry) -> Function:
             at = bits.at(bits_offset(geo, row, column))
             f.store(f.load(I16, at) & to_bits(f, flags.ne(0)), at)
 
-        for_each_vector(tile, View(I8, start, row_stride, lane_stride), clear)
+        view = View(start, row_stride, lane_stride, 1, lambda *args: f.call(reader, *args), I8)
+        for_each_vector(tile, view, clear)
     return f
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from kilat.backends.cpu.emit import BF16, F16, F32, F64, I16, I64, PTR, VOID, Function, Module, Type, Value
+from kilat.backends.cpu.emit import BF16, F16, F32, F64, I16, I64, PTR, VOID, Function, Module, Operand, Type, Value
 from kilat.backends.cpu.isa import Isa
 from kilat.backends.cpu.layout import DTYPE_CODES, Geometry
 from kilat.backends.cpu.math import absolute, tanh, widen
@@ -18,6 +18,7 @@ from kilat.backends.cpu.tiles import (
     Cell,
     Tile,
     View,
+    build_reader,
     check_geometry,
     for_each,
     for_each_vector,
@@ -30,6 +31,7 @@ USER, SOFTCAP, USER_TENSORS = 1, 2, 3
 """Stages of scores_backward: the user scores; the softcap; the user scores and the gradients of their tensors."""
 
 _SCORE_RECORD = 3 * 8  # forward function, backward function, environment pointer
+_STORED = {"float32": F32, "float64": F64, "bfloat16": I16, "float16": I16}
 _FLOAT_MAX = float.fromhex("0x1.fffffep+127")
 # Conversions that need no float16 instruction, for callers that do not say what the machine has.
 _PORTABLE = Isa("generic", "", "", 4, False, False)
@@ -161,31 +163,37 @@ def _build_alibi(m: Module, geo: Geometry) -> Function:
 # ---- bias ------------------------------------------------------------------------------------------------------------
 def _build_bias(m: Module, geo: Geometry, isa: Isa) -> Function:
     """bias(tile, S): s = s + bias[b, h, i, j], of any storage type and strides."""
-    adders = {code: _build_add_tensor(m, geo, dtype, isa) for dtype, code in DTYPE_CODES.items()}
+    readers = {dtype: _build_bias_reader(m, geo, dtype, isa) for dtype in DTYPE_CODES}
     with m.function("bias", [*TILE_ARGS, PTR], VOID) as f:
         tile, s = Tile(f, geo), f.args[-1]
         stored = tile.read("bias_dtype")
-        for code, adder in adders.items():
-            with f.when(stored.eq(code)):
-                f.call(adder, *tile.args, s)
-    return f
-
-
-def _build_add_tensor(m: Module, geo: Geometry, dtype: str, isa: Isa) -> Function:
-    """bias_<dtype>(tile, S): s = s + bias for one storage type."""
-    elem = {"float32": F32, "float64": F64}.get(dtype, I16)
-    with m.function(f"bias_{dtype}", [*TILE_ARGS, PTR], VOID) as f:
-        tile, s = Tile(f, geo), f.args[-1]
+        size, reader = f.const(0, I64), f.const(0, PTR)
+        for dtype, code in DTYPE_CODES.items():
+            this = stored.eq(code)
+            size = f.select(this, f.const(_STORED[dtype].bytes, I64), size)
+            reader = f.select(this, Value(f, f"@{readers[dtype].name}", PTR), reader)
         sb, sh, si, sj = (tile.read(f"bias_{axis}") for axis in "bhij")
         start = tile.offset(tile.pointer("bias"), (sb, sh, si, sj))
         row_stride, lane_stride = tile.by_row(si, sj)
 
+        def read(p: Value, stride: Operand, count: Value) -> Value:
+            return f.call_pointer(reader, geo.vector, p, f.coerce(stride, I64), count)
+
         def add(row: Value, column: Value, x: Value) -> None:
             at = s.at(score_offset(geo, row, column))
-            f.store(f.load(geo.vector, at) + to_compute(f, x, dtype, geo.compute, isa), at)
+            f.store(f.load(geo.vector, at) + x, at)
 
-        for_each_vector(tile, View(elem, start, row_stride, lane_stride), add)
+        for_each_vector(tile, View(start, row_stride, lane_stride, size, read), add)
     return f
+
+
+def _build_bias_reader(m: Module, geo: Geometry, dtype: str, isa: Isa) -> Function:
+    """read_bias_<dtype>(p, stride, count) -> elements in the compute type."""
+
+    def convert(f: Function, x: Value) -> Value:
+        return to_compute(f, x, dtype, geo.compute, isa)
+
+    return build_reader(m, f"read_bias_{dtype}", _STORED[dtype], geo.lanes, geo.compute, convert)
 
 
 def to_compute(f: Function, x: Value, dtype: str, compute: Type, isa: Isa) -> Value:

@@ -12,6 +12,7 @@ an expression is the same for all lanes (the batch, the head, and the row of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,21 @@ _RECORD = 2 + 3 * MAX_AXES
 _SIZES, _STRIDES, _GRADIENT, _GRADIENT_STRIDES = 1, 1 + MAX_AXES, 1 + 2 * MAX_AXES, 2 + 2 * MAX_AXES
 
 
+Body = Callable[[Function, Tile, Cell], None]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of tile function: its name and how many tiles stand between the leading arguments and the environment."""
+
+    name: str
+    tiles: int
+
+
+_PREDICATE, _SCORE = _Kind("predicate", 1), _Kind("score", 1)
+_BACKWARD, _TENSORS = _Kind("score_backward", 2), _Kind("score_tensors", 2)
+
+
 def predicate_function(expr: Expr, dtypes: Sequence[str], geo: Geometry, isa: Isa) -> int:
     """Address of predicate(tile, bits, environment) for a bool expression; floats in it are float64.
 
@@ -56,7 +72,7 @@ def predicate_function(expr: Expr, dtypes: Sequence[str], geo: Geometry, isa: Is
         shown = _translator(f, tile, cell, dtypes, F64, isa).vector(expr)
         f.store(f.load(I16, at) & to_bits(f, shown), at)
 
-    return _compile("predicate", (expr,), dtypes, geo, isa, body)
+    return _compile(_PREDICATE, (expr,), dtypes, geo, isa, body)
 
 
 def score_function(expr: Expr, dtypes: Sequence[str], geo: Geometry, isa: Isa) -> int:
@@ -67,7 +83,7 @@ def score_function(expr: Expr, dtypes: Sequence[str], geo: Geometry, isa: Isa) -
         translator = _translator(f, tile, cell, dtypes, geo.compute, isa, f.load(geo.vector, at))
         f.store(translator.floating(expr), at)
 
-    return _compile("score", (expr,), dtypes, geo, isa, body)
+    return _compile(_SCORE, (expr,), dtypes, geo, isa, body)
 
 
 def score_backward_function(derivative: Expr, dtypes: Sequence[str], geo: Geometry, isa: Isa) -> int:
@@ -79,7 +95,7 @@ def score_backward_function(derivative: Expr, dtypes: Sequence[str], geo: Geomet
         factor = _translator(f, tile, cell, dtypes, geo.compute, isa, s).floating(derivative)
         scale_gradient(f, f.args[-2].at(offset), factor)
 
-    return _compile("score_backward", (derivative,), dtypes, geo, isa, body, tiles=2)
+    return _compile(_BACKWARD, (derivative,), dtypes, geo, isa, body)
 
 
 def score_tensors_function(expr: Expr, dtypes: Sequence[str], geo: Geometry, isa: Isa) -> int:
@@ -104,7 +120,7 @@ def score_tensors_function(expr: Expr, dtypes: Sequence[str], geo: Geometry, isa
                 _scatter_add(f, gradient, offsets, share, tile.columns - cell.column)
 
     exprs = tuple(e for load, partial in partials for e in (load, partial))
-    return _compile("score_tensors", exprs, dtypes, geo, isa, body, tiles=2)
+    return _compile(_TENSORS, exprs, dtypes, geo, isa, body)
 
 
 def _scatter_add(f: Function, base: Value, offsets: Value, x: Value, count: Value) -> None:
@@ -132,27 +148,19 @@ def _translator(
     return Translator(f, variables, records, dtypes, floats, tile.geo.lanes, isa)
 
 
-def _compile(
-    name: str,
-    exprs: tuple[Expr, ...],
-    dtypes: Sequence[str],
-    geo: Geometry,
-    isa: Isa,
-    body: Callable[[Function, Tile, Cell], None],
-    tiles: int = 1,
-) -> int:
-    """The address of a function of the tile arguments, `tiles` pointers and the environment that runs body per cell."""
+def _compile(kind: _Kind, exprs: tuple[Expr, ...], dtypes: Sequence[str], geo: Geometry, isa: Isa, body: Body) -> int:
+    """The address of a function of the tile arguments, its tiles and the environment that runs body per cell."""
     check_dtypes(exprs, dtypes)
 
     def text() -> str:
         m = Module()
-        with m.function(name, [*TILE_ARGS, *[PTR] * tiles, PTR], exported=True) as f:
+        with m.function(kind.name, [*TILE_ARGS, *[PTR] * kind.tiles, PTR], exported=True) as f:
             tile = Tile(f, geo)
             for_each(tile, lambda cell: body(f, tile, cell))
         return m.text()
 
-    key = f"{name} {geo} ({', '.join(dtypes)}) {' | '.join(to_text(e) for e in exprs)}"
-    return jit.compile_module(text, key, [name], isa)[name]
+    key = f"{kind.name} {geo} ({', '.join(dtypes)}) {' | '.join(to_text(e) for e in exprs)}"
+    return jit.compile_module(text, key, [kind.name], isa)[kind.name]
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
