@@ -31,15 +31,15 @@ FIRST = 99  # the state of a row block before its first tile
 FORWARD = Params(
     *COMMON,
     *("q", "q_b", "q_n", "q_h", "k", "k_b", "k_n", "k_h", "v", "v_b", "v_n", "v_h"),
-    *("out", "out_b", "out_n", "out_h", "out_slot", "out_dtype"),
-    *("lse", "lse_b", "lse_n", "lse_h", "lse_slot"),  # lse_n: bytes from query to query, always the element size
+    *("out", "out_b", "out_n", "out_h", "out_dtype"),
+    *("lse", "lse_b", "lse_n", "lse_h"),  # lse_n: bytes from query to query, always the element size
     *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
     *("at_q", "at_out", "at_max", "at_sum", "at_calm", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
     *("at_p", "at_vt"),  # bfloat16 kernel only
 )
 
-# head0 .. head0 + heads: query heads; first, count: queries; two key ranges [lo, hi); slot: which partial result
-TASK = Params("seq", "head0", "heads", "first", "count", "lo0", "hi0", "lo1", "hi1", "slot")
+# head0 .. head0 + heads: query heads; first, count: queries; two key ranges [lo, hi)
+TASK = Params("seq", "head0", "heads", "first", "count", "lo0", "hi0", "lo1", "hi1")
 
 
 def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int) -> tuple[dict[str, int], int]:
@@ -296,9 +296,8 @@ class Worker:
     def _store(self, s: Value) -> None:
         f, t = self.f, self.parts.block.compute
         head, i0, nr = self._sub(s)
-        slot = self.get["slot"]
-        out = self._base("out", head, self.q_token + i0).at(slot * self.read("out_slot"))
-        lse = self._base("lse", head, self.q_token + i0).at(slot * self.read("lse_slot"))
+        out = self._base("out", head, self.q_token + i0)
+        lse = self._base("lse", head, self.q_token + i0)
         has_sink, sink = f.cast("ptrtoint", self.pointer("sink"), I64).ne(0), f.var(t, 0.0)
         with ExitStack() as stack:
             stack.enter_context(f.when(has_sink))

@@ -1,4 +1,4 @@
-"""Launching the forward kernel: task lists, buffers, splits over keys, and the merge of their parts."""
+"""Launching the forward kernels: plans, buffers, and which kernel takes which sequence."""
 
 from __future__ import annotations
 
@@ -12,36 +12,51 @@ import numpy as np
 import torch
 
 from kilat import config
-from kilat.backends.cpu import forward, forward_half, forward_tasks, jit, pool, scratch
+from kilat.backends.cpu import decode, decode_tasks, forward, forward_half, forward_tasks, jit, pool, scratch
+from kilat.backends.cpu.decode import DECODE
+from kilat.backends.cpu.decode_tiles import decode_geometry
 from kilat.backends.cpu.forward import FORWARD
 from kilat.backends.cpu.forward_tiles import geometry
 from kilat.backends.cpu.gemm import Blocking, blocking
 from kilat.backends.cpu.host import Call, byte_strides, compute_type, dtype_code, torch_compute
 from kilat.backends.cpu.isa import Isa, host_isa
+from kilat.backends.cpu.params import Params
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from kilat.backends.cpu.emit import Type
+    from kilat.backends.cpu.layout import Geometry
     from kilat.problem import Operands, Problem
 
 # Bytes behind the parameters: the task counter and, on another cache line, the counter of scratch slots.
 _COUNTERS = 192
+_EMPTY_COUNTERS = bytes(_COUNTERS)
 _CACHED_PLANS = 256
+# A sequence with at most this many rows (queries times heads of a group) goes to the kernel for few queries.
+FEW_ROWS = 32
+
+
+@dataclass
+class Launch:
+    """One kernel call of a plan: parameters with the addresses of tensors left 0."""
+
+    address: int
+    params: Params
+    template: bytes
+    threads: int
+    scratch: int  # bytes
+    parts: int = 0  # bytes of partial results
+    blocks: int = 0  # counters of finished parts
 
 
 @dataclass
 class Plan:
     """Everything about a call that does not change with the tensors' addresses."""
 
-    address: int
-    template: bytes  # parameters, addresses of tensors left 0
-    threads: int
-    scratch: int  # bytes
-    call: Call  # owns the arrays that the template points to
-    n_splits: int
-    has_tasks: bool
+    call: Call  # owns the arrays that the templates point to
+    launches: list[Launch]
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -85,15 +100,22 @@ def kernel(isa: Isa, compute: Type, kind: str) -> Kernel:
     return Kernel(found["worker"], forward_half.BLOCK, forward_half.scratch_layout)
 
 
+@lru_cache(maxsize=64)
+def decode_kernel(isa: Isa, compute: Type) -> int:
+    """The worker for few queries."""
+    name = f"decode {compute}"
+    return jit.compile_module(lambda: decode.build(isa, compute), name, ["worker"], isa)["worker"]
+
+
 def run_forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of any Problem without quantised pages."""
     plan = _plan(problem, operands)
-    out, lse = _outputs(plan.call, operands, plan.n_splits)
-    if plan.has_tasks:
-        _execute(plan, operands, out, lse)
-    if plan.n_splits == 1:
-        return out, lse
-    return merge_splits(problem, operands, out, lse)
+    out, lse = _outputs(plan.call, operands)
+    for launch in plan.launches:
+        _execute(plan, launch, operands, out, lse)
+    if operands.out is not None and operands.out is not out:
+        return operands.out.copy_(out), lse
+    return out, lse
 
 
 def _plan(problem: Problem, o: Operands) -> Plan:
@@ -108,119 +130,115 @@ def _plan(problem: Problem, o: Operands) -> Plan:
         if len(_plans) >= _CACHED_PLANS:
             _plans.clear()
         plan = _plans[key] = _make_plan(problem, o)
+        del plan.call.operands  # a remembered plan must not keep tensors alive
     return plan
 
 
 def _make_plan(problem: Problem, operands: Operands) -> Plan:
     isa, compute = host_isa(), compute_type(problem)
-    chosen = kernel(isa, compute, variant(problem, isa))
-    block = chosen.block
     call = Call(problem, operands)
-    n_splits, chunk = forward_tasks.splits(call, block)
-    tasks = forward_tasks.tasks(call, block, n_splits, chunk)
-    params = np.zeros(FORWARD.size, np.int64)
+    plan = Plan(call, [])
+    few = call.q_len * problem.group <= (FEW_ROWS if problem.group <= FEW_ROWS else decode.MAX_ROWS)
+    if not few.all():
+        chosen = kernel(isa, compute, variant(problem, isa))
+        tasks = forward_tasks.tasks(call, chosen.block, ~few)
+        layout = chosen.layout(problem.head_dim, problem.head_dim_v)
+        _add(plan, chosen.address, FORWARD, tasks, geometry(chosen.block), isa, layout)
+    if (few & (call.q_len > 0)).any():
+        geo = decode_geometry(compute, isa.lanes32 * 4 // compute.bytes)
+        tasks, blocks, rows = decode_tasks.tasks(call, few)
+        layout = decode.scratch_layout(geo, problem.head_dim, problem.head_dim_v)
+        launch = _add(plan, decode_kernel(isa, compute), DECODE, tasks, geo, isa, layout)
+        if launch is not None:
+            stride = decode.part_bytes(geo, rows, problem.head_dim_v)
+            launch.parts, launch.blocks = stride * len(tasks), blocks
+            params = np.frombuffer(bytearray(launch.template), np.int64)
+            params[DECODE.index["part_stride"]] = stride
+            launch.template = params.tobytes()
+    return plan
+
+
+def _add(
+    plan: Plan, address: int, names: Params, tasks: NDArray[np.int64], geo: Geometry, isa: Isa,
+    layout: tuple[dict[str, int], int],
+) -> Launch | None:  # fmt: skip
+    """Add one kernel call to a plan, if there is anything to do."""
     if not len(tasks):
-        return Plan(0, b"", 0, 0, call, n_splits, False)
-    call.common(params, tasks, geometry(block), isa)
-    _put_strides(params, call)
+        return None
+    params = np.zeros(names.size, np.int64)
+    plan.call.common(params, tasks, geo, isa)
+    _put_strides(params, names, plan.call)
     threads = min(torch.get_num_threads(), len(tasks))
-    offsets, stride = chosen.layout(problem.head_dim, problem.head_dim_v)
+    offsets, stride = layout
     for name, offset in (*offsets.items(), ("scratch_stride", stride)):
-        params[FORWARD.index[name]] = offset
-    return Plan(chosen.address, params.tobytes(), threads, threads * stride, call, n_splits, True)
+        params[names.index[name]] = offset
+    launch = Launch(address, names, params.tobytes(), threads, threads * stride)
+    plan.launches.append(launch)
+    return launch
 
 
-_AT = {name: FORWARD.index[name] for name in FORWARD.names}
-_Buffer = ctypes.c_int64 * (FORWARD.size + _COUNTERS // 8)
-_EMPTY_COUNTERS = bytes(_COUNTERS)
+@lru_cache(maxsize=8)
+def _buffer_type(size: int) -> Any:
+    return ctypes.c_int64 * (size + _COUNTERS // 8)
 
 
-def _execute(plan: Plan, o: Operands, out: Tensor, lse: Tensor) -> None:
+def _execute(plan: Plan, launch: Launch, o: Operands, out: Tensor, lse: Tensor) -> None:
     """Put the addresses in and run the kernel on torch's threads."""
-    p = plan.call.problem
-    buffer = _Buffer.from_buffer_copy(plan.template + _EMPTY_COUNTERS)
-    buffer[_AT["q"]], buffer[_AT["k"]], buffer[_AT["v"]] = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()
-    buffer[_AT["out"]], buffer[_AT["lse"]] = out.data_ptr(), lse.data_ptr()
-    _put_output_strides(buffer, plan, out, lse)
-    sink = None
-    if o.sink is not None and plan.n_splits == 1:
-        sink = o.sink.detach().to(torch_compute(p)).contiguous()
-        buffer[_AT["sink"]] = sink.data_ptr()
+    at, size = launch.params.index, launch.params.size
+    buffer = _buffer_type(size).from_buffer_copy(launch.template + _EMPTY_COUNTERS)
+    buffer[at["q"]], buffer[at["k"]], buffer[at["v"]] = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()
+    buffer[at["out"]], buffer[at["lse"]] = out.data_ptr(), lse.data_ptr()
+    _put_output_strides(buffer, at, plan.call.ragged_q, out, lse)
+    sink = done = None
+    if o.sink is not None:
+        sink = o.sink.detach().to(torch_compute(plan.call.problem)).contiguous()
+        buffer[at["sink"]] = sink.data_ptr()
+    if launch.blocks:
+        done = np.zeros(launch.blocks, np.int64)
+        buffer[at["done"]] = done.ctypes.data
     start = ctypes.addressof(buffer)
-    buffer[_AT["counter"]] = start + 8 * FORWARD.size
-    with scratch.borrow(plan.scratch) as address:
-        buffer[_AT["scratch"]] = address
-        pool.run(plan.address, start, plan.threads)
+    buffer[at["counter"]] = start + 8 * size
+    with scratch.borrow(launch.scratch + launch.parts) as address:
+        buffer[at["scratch"]] = address
+        if launch.blocks:
+            buffer[at["parts"]] = address + launch.scratch
+        pool.run(launch.address, start, launch.threads)
 
 
-def _outputs(call: Call, o: Operands, splits: int) -> tuple[Tensor, Tensor]:
-    """Output tensors (or one partial result a split, in the compute type), rows outside every sequence filled."""
+def _outputs(call: Call, o: Operands) -> tuple[Tensor, Tensor]:
+    """Output tensors, rows outside every sequence filled."""
     p = call.problem
-    dtype, compute = getattr(torch, p.out_dtype), torch_compute(p)
+    dtype = getattr(torch, p.out_dtype)
     shape = (*o.q.shape[:-1], p.head_dim_v)
     lse_shape = (p.num_heads_q, o.q.shape[0]) if call.ragged_q else (o.q.shape[0], p.num_heads_q, o.q.shape[1])
-    if splits > 1:
-        out, lse = torch.empty((splits, *shape), dtype=compute), torch.empty((splits, *lse_shape), dtype=compute)
-    else:
-        given = o.out is not None and o.out.dtype == dtype
-        out = o.out if given and o.out is not None else torch.empty(shape, dtype=dtype)
-        lse = torch.empty(lse_shape, dtype=compute)
+    usable = o.out is not None and o.out.dtype == dtype and o.out.stride(-1) == 1
+    out = o.out if usable and o.out is not None else torch.empty(shape, dtype=dtype)
+    lse = torch.empty(lse_shape, dtype=torch_compute(p))
     if not call.covers_queries:
         out.zero_()
         lse.fill_(-torch.inf)
     return out, lse
 
 
-def _put_strides(params: NDArray[np.int64], call: Call) -> None:
+def _put_strides(params: NDArray[np.int64], names: Params, call: Call) -> None:
     """Strides of the inputs, and where pages lie."""
-    p, o = call.problem, call.operands
+    p, o, at = call.problem, call.operands, names.index
     for name, t, ragged in (("q", o.q, call.ragged_q), ("k", o.k, call.ragged_kv), ("v", o.v, call.ragged_kv)):
         strides = [0, *byte_strides(t)] if ragged else byte_strides(t)
         for axis, stride in zip("bnh", strides, strict=False):
-            params[_AT[f"{name}_{axis}"]] = stride
+            params[at[f"{name}_{axis}"]] = stride
     if o.page_table is not None:
         for name, t in (("k", o.k), ("v", o.v)):
-            params[_AT[f"{name}_page"]], params[_AT[f"{name}_b"]] = byte_strides(t)[0], 0
-        params[_AT["pages"]] = call.pointer(o.page_table)
-        params[_AT["pages_b"]], params[_AT["page_size"]] = byte_strides(o.page_table)[0], p.page_size
+            params[at[f"{name}_page"]], params[at[f"{name}_b"]] = byte_strides(t)[0], 0
+        params[at["pages"]] = call.pointer(o.page_table)
+        params[at["pages_b"]], params[at["page_size"]] = byte_strides(o.page_table)[0], p.page_size
 
 
-def _put_output_strides(buffer: Any, plan: Plan, out: Tensor, lse: Tensor) -> None:
-    parts = plan.n_splits > 1
-    first_out, first_lse = (out[0], lse[0]) if parts else (out, lse)
-    strides, size = byte_strides(first_out), lse.element_size()
-    if plan.call.ragged_q:
+def _put_output_strides(buffer: Any, at: dict[str, int], ragged: bool, out: Tensor, lse: Tensor) -> None:
+    strides, size = byte_strides(out), lse.element_size()
+    if ragged:
         strides = [0, *strides]
-    buffer[_AT["out_b"]], buffer[_AT["out_n"]], buffer[_AT["out_h"]] = strides[0], strides[1], strides[2]
-    buffer[_AT["out_dtype"]] = dtype_code(out)
-    buffer[_AT["lse_b"]] = 0 if plan.call.ragged_q else first_lse.stride(0) * size
-    buffer[_AT["lse_h"]], buffer[_AT["lse_n"]] = first_lse.stride(-2) * size, size
-    if parts:
-        buffer[_AT["out_slot"]], buffer[_AT["lse_slot"]] = byte_strides(out)[0], lse.stride(0) * size
-
-
-def merge_splits(p: Problem, o: Operands, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine the splits in order, one at a time, so that an empty split changes no bit; then the sink."""
-
-    def rows(x: Tensor) -> Tensor:  # lse layout to out layout
-        return (x.transpose(-1, -2)).unsqueeze(-1)
-
-    top = lses.amax(0)
-    sink = None if o.sink is None else o.sink.detach().to(lses.dtype)
-    shape = (-1, 1)
-    if sink is not None:
-        top = torch.maximum(top, sink.view(shape))
-    base = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    total = torch.zeros_like(top) if sink is None else torch.exp(sink.view(shape) - base)
-    out = torch.zeros_like(outs[0])
-    for part, lse in zip(outs, lses, strict=True):
-        weight = torch.exp(lse - base)
-        total = total + weight
-        out = out + torch.where(rows(weight) == 0, torch.zeros_like(part), part * rows(weight))
-    dead = total == 0
-    out = torch.where(rows(dead), torch.zeros_like(out), out / rows(torch.where(dead, torch.ones_like(total), total)))
-    lse = torch.where(dead, torch.full_like(top, -torch.inf), base + torch.log(total))
-    result = out.to(getattr(torch, p.out_dtype))
-    if o.out is not None:
-        result = o.out.copy_(result)
-    return result, lse
+    buffer[at["out_b"]], buffer[at["out_n"]], buffer[at["out_h"]] = strides[0], strides[1], strides[2]
+    buffer[at["out_dtype"]] = dtype_code(out)
+    buffer[at["lse_b"]] = 0 if ragged else lse.stride(0) * size
+    buffer[at["lse_h"]], buffer[at["lse_n"]] = lse.stride(-2) * size, size

@@ -1,4 +1,4 @@
-"""The task list of the forward: which queries, heads and keys make one task, and splits over keys."""
+"""The task list of the forward: which queries, heads and keys make one task."""
 
 from __future__ import annotations
 
@@ -16,49 +16,25 @@ if TYPE_CHECKING:
     from kilat.backends.cpu.host import Call
     from kilat.problem import Problem
 
-# With fewer tasks than this, keys are split as well; a split is at least MIN_SPLIT keys. Both are constants, since the
-# number of threads must never change a bit.
-WANTED_TASKS = 32
-MIN_SPLIT = 512
-INVARIANT_SPLIT = 2048  # keys a split under batch_invariant: a function of the sequence alone
 
-
-def splits(call: Call, block: Blocking) -> tuple[int, int]:
-    """(number of splits over keys, keys a split); (1, longest) if there is enough work without."""
-    p = call.problem
-    longest = int(call.kv_len.max(initial=0))
-    if p.layout != "cached" and p.num_splits is None:
-        return 1, max(longest, 1)
-    if p.num_splits is not None:
-        count = max(1, min(p.num_splits, -(-longest // BLOCK_KV)))
-    elif p.batch_invariant:
-        return max(1, -(-longest // INVARIANT_SPLIT)), INVARIANT_SPLIT
-    else:
-        width = block.lanes * block.vectors
-        blocks = int((-(-call.q_len // width)).sum()) * p.num_heads_kv
-        count = max(1, min(WANTED_TASKS // max(blocks, 1), longest // MIN_SPLIT))
-    chunk = -(-longest // (count * BLOCK_KV)) * BLOCK_KV
-    return count, max(chunk, BLOCK_KV)
-
-
-def tasks(call: Call, block: Blocking, n_splits: int, chunk: int) -> NDArray[np.int64]:
-    """All tasks, heaviest first. Bits never depend on how queries and heads are grouped into tasks."""
+def tasks(call: Call, block: Blocking, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The tasks of the chosen sequences, heaviest first. Bits never depend on how queries and heads are grouped into tasks."""
     p = call.problem
     width = block.lanes * block.vectors
-    total_blocks = int((-(-call.q_len // width)).sum()) * p.num_heads_q
+    total_blocks = int((-(-call.q_len[chosen] // width)).sum()) * p.num_heads_q
     per_task = MAX_BLOCKS
-    while per_task > 1 and total_blocks * n_splits // per_task < 4 * torch.get_num_threads():
+    while per_task > 1 and total_blocks // per_task < 4 * torch.get_num_threads():
         per_task //= 2
     parts: list[NDArray[np.int64]] = []
     known: dict[tuple[int, int, int], NDArray[np.int64]] = {}
     for b in range(p.batch):
         n, m = int(call.q_len[b]), int(call.kv_len[b])
-        if n == 0:
+        if n == 0 or not chosen[b]:
             continue
         bounds = call.bounds[b] if call.bounds else None
         key = (n, m, id(bounds))
         if key not in known:
-            known[key] = _sequence_tasks(p, n, m, bounds, (width, per_task, n_splits, chunk))
+            known[key] = _sequence_tasks(p, n, m, bounds, width, per_task)
         rows = known[key].copy()
         rows[:, 0] = b
         parts.append(rows)
@@ -70,10 +46,9 @@ def tasks(call: Call, block: Blocking, n_splits: int, chunk: int) -> NDArray[np.
 
 
 def _sequence_tasks(
-    p: Problem, n: int, m: int, bounds: NDArray[np.int32] | None, shape: tuple[int, int, int, int]
+    p: Problem, n: int, m: int, bounds: NDArray[np.int32] | None, width: int, per_task: int
 ) -> NDArray[np.int64]:
     """Tasks of one sequence of n queries and m keys; see `TASK` for the columns."""
-    width, per_task, splits, chunk = shape
     blocks = -(-n // width)
     heads = 1
     while heads * 2 * min(blocks, per_task) <= per_task and p.group % (heads * 2) == 0:
@@ -81,22 +56,15 @@ def _sequence_tasks(
     step = min(per_task // heads, blocks) * width
     first = np.arange(0, n, step, dtype=np.int64)
     count = np.minimum(n - first, step)
-    ranges = _key_ranges(first, count, m, bounds)  # [4, blocks]
     head = np.arange(0, p.num_heads_q, heads, dtype=np.int64)
-    out = []
-    for s in range(splits):
-        lo, hi = (s * chunk, (s + 1) * chunk) if splits > 1 else (0, max(m, 1))
-        cut = np.clip(ranges, lo, hi)
-        grid = np.zeros((len(head), len(first), TASK.size), np.int64)
-        grid[:, :, 1], grid[:, :, 2] = head[:, None], heads
-        grid[:, :, 3], grid[:, :, 4] = first, count
-        grid[:, :, 5:9] = cut.T
-        grid[:, :, 9] = s
-        out.append(grid.reshape(-1, TASK.size))
-    return np.concatenate(out)
+    grid = np.zeros((len(head), len(first), TASK.size), np.int64)
+    grid[:, :, 1], grid[:, :, 2] = head[:, None], heads
+    grid[:, :, 3], grid[:, :, 4] = first, count
+    grid[:, :, 5:9] = key_ranges(first, count, m, bounds).T
+    return grid.reshape(-1, TASK.size)
 
 
-def _key_ranges(
+def key_ranges(
     first: NDArray[np.int64], count: NDArray[np.int64], m: int, bounds: NDArray[np.int32] | None
 ) -> NDArray[np.int64]:
     """[lo0, hi0, lo1, hi1] for every block of queries: the keys that any of its rows may see, tiles aligned.
