@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no break, no recompile for another length, the same bits as eager; the operators' contracts."""
+"""torch.compile: one graph, no break, no recompile for another length, the bits of eager; the operators' contracts."""
 
 from __future__ import annotations
 
@@ -175,6 +175,14 @@ def test_append_and_decode() -> None:
         new = [torch.randn(2, 1, h, 8, generator=gen) for h in (4, 2, 2)]
         assert torch.equal(g(*new, *states[0]), step(*new, *states[1]))
         assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_vmap_inside() -> None:
+    def f(q: Any, k: Any, v: Any) -> Any:
+        return torch.func.vmap(lambda *x: kilat.attention(*x, backend="reference"))(q, k, v)
+
+    args = [torch.randn(3, 2, 5, h, 4) for h in (4, 2, 2)]
+    assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(*args), f(*args))
 
 
 def test_autocast_inside() -> None:

@@ -12,10 +12,10 @@ from kilat.autograd import run
 from kilat.gather import autocast, modifiers
 from kilat.kv import Cache
 from kilat.masks import Causal, Mask
-from kilat.numpy_door import is_numpy, numpy_call, torch_dtype
+from kilat.numpy_door import as_int32, as_numpy, as_tensors, is_numpy, torch_dtype
 from kilat.plan import PLAIN
 from kilat.problem import Operands, Options
-from kilat.validate_basic import check_flag, fail
+from kilat.validate_basic import check_flag, check_host_int, fail
 
 if TYPE_CHECKING:
     from kilat.dropout import Dropout
@@ -56,11 +56,13 @@ def attention(
     Returns out [batch, seqlen_q, num_heads_q, head_dim_v], and with return_lse also lse [batch, num_heads_q, seqlen_q].
     Raises TypeError or ValueError naming the argument, UnsupportedError if no backend that `backend` allows can do it.
     """
-    if type(q) is not Tensor and is_numpy(q, k, v):
-        rest = _options_of(mask, scores, scale, dropout, return_lse, out_dtype, deterministic, backend)
-        tensors = {"q": q, "k": k, "v": v, "sink": sink}
-        return numpy_call(attention, tensors, {"seqlens_q": seqlens_q, "seqlens_kv": seqlens_kv}, rest)
+    arrays = type(q) is not Tensor and is_numpy(q, k, v)
+    if arrays:
+        q, k, v, sink = as_tensors({"q": q, "k": k, "v": v, "sink": sink})
+        seqlens_q, seqlens_kv = as_int32({"seqlens_q": seqlens_q, "seqlens_kv": seqlens_kv})
+        out_dtype = torch_dtype(out_dtype)
     check_flag("return_lse", return_lse)
+    check_flag("deterministic", deterministic)
     operands = Operands(q, k, v)
     parts = modifiers(mask, scores, sink, dropout, operands)
     operands.seqlens_q, operands.seqlens_kv = seqlens_q, seqlens_kv
@@ -70,30 +72,8 @@ def attention(
     options = Options("dense", structure, ordered, scale, kind, p, out_dtype, deterministic, False, None, backend)
     plain = sink is None and dropout is None and seqlens_q is None and seqlens_kv is None and ordered == ()
     names = PLAIN if plain and operands.mask_tensors == () else operands.present()
-    return run(options, operands, names, return_lse)
-
-
-def _options_of(
-    mask: Mask | None,
-    scores: Sequence[ScoreModifier],
-    scale: float | None,
-    dropout: Dropout | None,
-    return_lse: bool,
-    out_dtype: Any,
-    deterministic: bool,
-    backend: str,
-) -> dict[str, Any]:
-    """The arguments that dense and ragged calls share and that hold no array of the caller's."""
-    return {
-        "mask": mask,
-        "scores": scores,
-        "scale": scale,
-        "dropout": dropout,
-        "return_lse": return_lse,
-        "out_dtype": torch_dtype(out_dtype),
-        "deterministic": deterministic,
-        "backend": backend,
-    }
+    result = run(options, operands, names, return_lse)
+    return as_numpy(result) if arrays else result
 
 
 def ragged_attention(
@@ -126,12 +106,17 @@ def ragged_attention(
 
     Returns out [total_q, num_heads_q, head_dim_v], and with return_lse also lse [num_heads_q, total_q].
     """
-    if type(q) is not Tensor and is_numpy(q, k, v):
-        rest = _options_of(mask, scores, scale, dropout, return_lse, out_dtype, deterministic, backend)
-        rest |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "batch_invariant": batch_invariant}
-        offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-        return numpy_call(ragged_attention, {"q": q, "k": k, "v": v, "sink": sink}, offsets, rest)
+    arrays = type(q) is not Tensor and is_numpy(q, k, v)
+    if arrays:
+        q, k, v, sink = as_tensors({"q": q, "k": k, "v": v, "sink": sink})
+        cu_seqlens_q, cu_seqlens_kv = as_int32({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv})
+        out_dtype = torch_dtype(out_dtype)
     check_flag("return_lse", return_lse)
+    check_flag("deterministic", deterministic)
+    check_flag("batch_invariant", batch_invariant)
+    for name, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if hint is not None:
+            check_host_int(name, hint, 0)
     operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     structure, ordered, kind, p = modifiers(mask, scores, sink, dropout, operands)
     operands.max_seqlen_q, operands.max_seqlen_kv = max_seqlen_q, max_seqlen_kv
@@ -140,7 +125,8 @@ def ragged_attention(
     options = Options(
         "ragged", structure, ordered, scale, kind, p, out_dtype, deterministic, batch_invariant, None, backend
     )
-    return run(options, operands, operands.present(), return_lse)
+    result = run(options, operands, operands.present(), return_lse)
+    return as_numpy(result) if arrays else result
 
 
 def cached_attention(
@@ -175,49 +161,16 @@ def cached_attention(
         fail(TypeError, "cache must be a ContiguousCache, a PagedCache or another Cache", type=type(cache).__name__)
     if plan is not None:
         fail(TypeError, "plan must be None: planning ahead is not available yet", type=type(plan).__name__)
-    if type(q) is not Tensor and is_numpy(q):
-        if not cache.holds_numpy:
-            raise TypeError("q and the cache must be both torch tensors or both NumPy arrays; got an array and tensors")
-        rest: dict[str, Any] = {"cache": cache, "mask": mask, "scores": scores, "scale": scale, "backend": backend}
-        rest |= {"num_splits": num_splits, "batch_invariant": batch_invariant, "return_lse": return_lse}
-        rest |= {"out_dtype": torch_dtype(out_dtype), "allow_numpy_cache": True}
-        return numpy_call(_cached, {"q": q, "sink": sink, "out": out}, {"cu_seqlens_q": cu_seqlens_q}, rest)
-    return _cached(
-        q,
-        cache,
-        cu_seqlens_q,
-        mask,
-        scores,
-        sink,
-        scale,
-        num_splits,
-        batch_invariant,
-        return_lse,
-        out,
-        out_dtype,
-        backend,
-    )
-
-
-def _cached(
-    q: Any,
-    cache: Cache,
-    cu_seqlens_q: Any,
-    mask: Mask | None,
-    scores: Sequence[ScoreModifier],
-    sink: Any,
-    scale: float | None,
-    num_splits: int | None,
-    batch_invariant: bool,
-    return_lse: bool,
-    out: Any,
-    out_dtype: Any,
-    backend: str,
-    allow_numpy_cache: bool = False,
-) -> Any:
-    if cache.holds_numpy and not allow_numpy_cache:
-        raise TypeError("q and the cache must be both torch tensors or both NumPy arrays; got a tensor and arrays")
+    arrays = type(q) is not Tensor and is_numpy(q)
+    if arrays is not cache.holds_numpy:
+        got = "an array and a cache of tensors" if arrays else "a tensor and a cache of arrays"
+        raise TypeError(f"q and the cache must be both torch tensors or both NumPy arrays; got {got}")
+    if arrays:
+        q, sink, out = as_tensors({"q": q, "sink": sink, "out": out})
+        (cu_seqlens_q,) = as_int32({"cu_seqlens_q": cu_seqlens_q})
+        out_dtype = torch_dtype(out_dtype)
     check_flag("return_lse", return_lse)
+    check_flag("batch_invariant", batch_invariant)
     operands = cache.operands(q)
     operands.cu_seqlens_q, operands.out = cu_seqlens_q, out
     structure, ordered, kind, p = modifiers(mask, scores, sink, None, operands)
@@ -226,4 +179,5 @@ def _cached(
     options = Options(
         "cached", structure, ordered, scale, kind, p, out_dtype, False, batch_invariant, num_splits, backend
     )
-    return run(options, operands, operands.present(), return_lse)
+    result = run(options, operands, operands.present(), return_lse)
+    return as_numpy(result) if arrays else result

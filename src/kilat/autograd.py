@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from kilat import views
 from kilat.plan import lookup
 from kilat.problem import Operands
+from kilat.validate import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,11 +61,13 @@ def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse
     if _is_compiling():
         return _compiled_run(options, operands, names, return_lse)
     types = (type(operands.q), type(operands.k), type(operands.v))
-    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if maybe_current_level() is not None or forward_ad._current_level >= 0:
         from kilat import functorch
 
         return functorch.run(options, operands, names, return_lse)
     if not _PLAIN_TYPES.issuperset(types) or _dispatch_modes():
+        if not all(issubclass(kind, Tensor) for kind in types):
+            problem_of(options, operands)  # raises, in its own words
         return _compiled_run(options, operands, names, return_lse)
     plan = lookup(options, operands, names, torch.is_grad_enabled())
     if plan.checked:
@@ -114,7 +117,9 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         *tensors, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]

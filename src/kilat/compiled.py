@@ -74,8 +74,8 @@ def call_from(spec: str, scale: float, dropout_p: float, max_seqlen_q: int, max_
     """The Call that an operator's arguments describe."""
     options, names, return_lse, scaled = _parse(spec)
     options = options._replace(scale=scale if scaled else None, dropout_p=dropout_p)
-    hints = (None if hint == NO_HINT else hint for hint in (max_seqlen_q, max_seqlen_kv))
-    return Call(options, names, return_lse, *hints)
+    hint_q, hint_kv = (None if hint == NO_HINT else hint for hint in (max_seqlen_q, max_seqlen_kv))
+    return Call(options, names, return_lse, hint_q, hint_kv)
 
 
 @torch.library.custom_op("kilat::forward", mutates_args=())

@@ -9,7 +9,7 @@ import torch
 
 from kilat import dispatch
 from kilat.gather import modifiers
-from kilat.numpy_door import as_tensor, int32_tensor, is_numpy, torch_dtype
+from kilat.numpy_door import as_int32, as_tensors, is_numpy, torch_dtype
 from kilat.plan import gradients
 from kilat.problem import Operands, Options
 from kilat.validate import problem_of
@@ -46,12 +46,9 @@ def explain(
     wrong arguments.
     """
     if is_numpy(q, k, v):
-        q, k, v = (as_tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        sink = None if sink is None else as_tensor("sink", sink)
-        counts = (cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv)
-        cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv = (
-            None if x is None else int32_tensor("lengths and offsets", x) for x in counts
-        )
+        q, k, v, sink = as_tensors({"q": q, "k": k, "v": v, "sink": sink})
+        cu_seqlens_q, cu_seqlens_kv = as_int32({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv})
+        seqlens_q, seqlens_kv = as_int32({"seqlens_q": seqlens_q, "seqlens_kv": seqlens_kv})
     operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv)
     structure, ordered, kind, p = modifiers(mask, scores, sink, dropout, operands)
     options = Options(

@@ -97,7 +97,9 @@ class _Forward(torch.autograd.Function):
             ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[1:])
         if (dout is None and dlse is None) or True not in wanted:
@@ -109,7 +111,9 @@ class _Forward(torch.autograd.Function):
         raise NotImplementedError(NO_JVP)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor) -> Any:
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor
+    ) -> Any:
         def again(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return _Forward.apply(call, *tensors)
 
@@ -138,7 +142,9 @@ class _Backward(torch.autograd.Function):
         raise NotImplementedError(NO_JVP)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[bool, ...], *tensors: Tensor) -> Any:
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[bool, ...], *tensors: Tensor
+    ) -> Any:
         def again(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return _Backward.apply(call, wanted, *tensors)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from kilat.problem import Operands
 
-Modifiers = tuple["Mask | None", tuple[ScoreModifier, ...], str, float]
+DropoutKind = Literal["", "philox", "keep"]
+Modifiers = tuple["Mask | None", tuple[ScoreModifier, ...], DropoutKind, float]
 """Structures of mask and scores, kind of dropout, its p: four fields of Options, in parts."""
 
 
@@ -55,7 +56,7 @@ def _tensors(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return tuple([x if isinstance(x, Tensor) else as_tensor("a tensor of a mask or score", x) for x in values])
 
 
-def _dropout(dropout: Any, operands: Operands) -> tuple[str, float]:
+def _dropout(dropout: Any, operands: Operands) -> tuple[DropoutKind, float]:
     if not isinstance(dropout, Dropout):
         fail(TypeError, "dropout must be a Dropout or None", type=type(dropout).__name__)
     if dropout.keep is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,20 +59,21 @@ def is_numpy(*values: Any) -> bool:
     return arrays[0]
 
 
-def numpy_call(
-    function: Callable[..., Any], tensors: dict[str, Any], integers: dict[str, Any], rest: dict[str, Any]
-) -> Any:
-    """Call `function` on tensors that share the arrays' memory, without gradients; arrays come back.
+def as_tensors(arrays: dict[str, Any]) -> list[Tensor | None]:
+    """Tensors over the arrays' memory, None where None."""
+    return [None if x is None else as_tensor(name, x) for name, x in arrays.items()]
 
-    `tensors` and `integers` (cast to int32) may hold None.
-    """
-    given = {name: None if x is None else as_tensor(name, x) for name, x in tensors.items()}
-    counts = {name: None if x is None else int32_tensor(name, x) for name, x in integers.items()}
-    with torch.no_grad():
-        result = function(**given, **counts, **rest)
+
+def as_int32(arrays: dict[str, Any]) -> list[Tensor | None]:
+    """int32 tensors, over the arrays' memory where they are int32, None where None."""
+    return [None if x is None else int32_tensor(name, x) for name, x in arrays.items()]
+
+
+def as_numpy(result: Any) -> Any:
+    """A tensor, or a tuple of tensors, as arrays over the same memory; a graph that a torch bias left is dropped."""
     if isinstance(result, tuple):
-        return tuple(x.numpy() for x in result)
-    return result.numpy()
+        return tuple(as_numpy(x) for x in result)
+    return result.detach().numpy()
 
 
 def torch_dtype(dtype: Any) -> Any:

@@ -100,7 +100,7 @@ def _check_sequences(layout: str, operands: Operands, batch: int) -> None:
     device = operands.q.device
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         value = getattr(operands, name)
-        if value is not None:
+        if value is not None or layout == "ragged":
             check_int32(name, value, (batch + 1,), "batch + 1", device)
     for name in ("seqlens_q", "seqlens_kv"):
         value = getattr(operands, name)
@@ -112,10 +112,6 @@ def _check_sequences(layout: str, operands: Operands, batch: int) -> None:
         check_tensor("cache.page_table", table)
         check_rank("cache.page_table", table, ("batch", "max_pages"))
         check_int32("cache.page_table", table, (batch, table.shape[1]), "batch, max_pages", device)
-    for name in ("max_seqlen_q", "max_seqlen_kv"):
-        value = getattr(operands, name)
-        if value is not None:
-            check_host_int(name, value, 0)
 
 
 def batch_of(layout: str, operands: Operands) -> int:

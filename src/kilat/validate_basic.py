@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 def fail(kind: type[Exception], expectation: str, **values: Any) -> NoReturn:
     """Raise `kind` with "expectation; got name=value, ..."."""
-    got = ", ".join(f"{name}={show_value(value)}" for name, value in values.items())
+    got = ", ".join(f"{name}={_show(name, value)}" for name, value in values.items())
     raise kind(f"{expectation}; got {got}")
 
 
-def show_value(value: Any) -> str:
+def _show(name: str, value: Any) -> str:
     if isinstance(value, torch.Size):
         return str(list(value))
-    return repr(value) if isinstance(value, str) else str(value)
+    return repr(value) if isinstance(value, str) and name != "type" else str(value)
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
@@ -69,4 +69,5 @@ def check_int32(name: str, value: Any, shape: Sequence[Any], axes: str, device: 
 
 
 def plain(size: Any) -> Any:
+    """A size as a message shows it: symbolic ones by name."""
     return size if isinstance(size, int) else str(size)

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kilat.validate_basic import check_device, check_tensor, fail, plain
+from kilat.masks import KeyRange, Prefix
+from kilat.masks.core import leaves
+from kilat.validate_basic import check_device, check_int32, check_tensor, fail, plain
 
 if TYPE_CHECKING:
     from kilat.problem import Operands, Options
 
 
 def check_sink(sink: Tensor, q: Tensor) -> None:
+    """A sink is float32 or q's dtype, [num_heads_q], on q's device."""
     check_tensor("sink", sink)
     if sink.dtype not in (torch.float32, q.dtype):
         fail(TypeError, f"sink must be float32 or q's dtype {q.dtype}", dtype=sink.dtype)
@@ -96,11 +99,16 @@ def check_masks(options: Options, operands: Operands, batch: int) -> None:
         check_tensor(f"a tensor of {options.mask.name}", tensor)
         check_device(f"a tensor of {options.mask.name}", tensor, operands.q.device)
     mask = options.mask.with_tensors(operands.mask_tensors)
+    for leaf in leaves(mask):
+        if isinstance(leaf, Prefix | KeyRange):
+            for name, tensor in zip(leaf.tensor_fields, leaf.tensors(), strict=True):
+                check_int32(f"{type(leaf).__name__}.{name}", tensor, (batch,), "batch", operands.q.device)
     sizes = _sizes(options.layout, operands)
     mask.check(batch, operands.q.shape[-2], *sizes, exact=options.layout == "dense")
 
 
 def check_dropout(options: Options, operands: Operands, batch: int) -> None:
+    """keep is bool and broadcasts over pairs; a tensor seed or offset is int64 []."""
     keep = operands.keep
     if keep is not None:
         check_tensor("keep", keep)

@@ -67,10 +67,12 @@ def _ready(x: Tensor, kind: Kind) -> bool:
 
 def fixes_of(options: Options, operands: Operands, names: tuple[str, ...]) -> tuple[Fix, ...]:
     """The operands that every call of this kind must view or copy."""
-    kinds = [(name, _kind(name, options)) for name in names]
-    return tuple(
-        (name, kind) for (name, kind), x in zip(kinds, operands.flatten(names), strict=True) if not _ready(x, kind)
-    )
+    found: list[Fix] = []
+    for name, x in zip(names, operands.flatten(names), strict=True):
+        kind = _kind(name, options)
+        if not _ready(x, kind):
+            found.append((name, kind))
+    return tuple(found)
 
 
 def apply(operands: Operands, fixes: tuple[Fix, ...]) -> None:
