@@ -119,12 +119,19 @@ def run_forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _plan(problem: Problem, o: Operands) -> Plan:
-    """The plan of this call: remembered if nothing in it comes from inside a tensor."""
-    fixed = o.cu_seqlens_q is None and o.seqlens_q is None and o.seqlens_kv is None and o.page_table is None
-    if not fixed or o.mask_tensors or problem.dropout or any(o.score_tensors):
+    """The plan of this call: remembered by Problem, strides and lengths, unless masks or scores bring tensors.
+
+    The layers of a model share their lengths, so all but the first find the plan of this step.
+    """
+    if o.mask_tensors or problem.dropout or any(o.score_tensors):
         return _make_plan(problem, o)
-    threads = torch.get_num_threads()
-    key = (problem, o.q.stride(), o.k.stride(), o.v.stride(), threads, config.cpu_isa())
+    lengths = tuple(
+        None if t is None else t.numpy().tobytes()
+        for t in (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
+    )
+    table = None if o.page_table is None else o.page_table.stride()
+    strides = (o.q.stride(), o.k.stride(), o.v.stride(), table)
+    key = (problem, o.q.shape[0], strides, lengths, torch.get_num_threads(), config.cpu_isa())
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _CACHED_PLANS:
@@ -193,6 +200,8 @@ def _execute(plan: Plan, launch: Launch, o: Operands, out: Tensor, lse: Tensor) 
     if o.sink is not None:
         sink = o.sink.detach().to(torch_compute(plan.call.problem)).contiguous()
         buffer[at["sink"]] = sink.data_ptr()
+    if o.page_table is not None:
+        buffer[at["pages"]] = o.page_table.data_ptr()
     if launch.blocks:
         done = np.zeros(launch.blocks, np.int64)
         buffer[at["done"]] = done.ctypes.data
@@ -230,7 +239,6 @@ def _put_strides(params: NDArray[np.int64], names: Params, call: Call) -> None:
     if o.page_table is not None:
         for name, t in (("k", o.k), ("v", o.v)):
             params[at[f"{name}_page"]], params[at[f"{name}_b"]] = byte_strides(t)[0], 0
-        params[at["pages"]] = call.pointer(o.page_table)
         params[at["pages_b"]], params[at["page_size"]] = byte_strides(o.page_table)[0], p.page_size
 
 

@@ -11,6 +11,9 @@ from kilat.backends.cpu.isa import Isa
 from kilat.backends.cpu.layout import DTYPE_CODES
 from kilat.backends.cpu.math import narrow, transpose, widen
 
+# Rows of one head lie heads * dim apart, often a page, where hardware prefetchers stop.
+PREFETCH_ROWS = 64
+
 _HALF = {"bfloat16": BF16, "float16": F16}
 _ELEM = {"float32": F32, "bfloat16": I16, "float16": I16, "float64": F64}
 
@@ -73,7 +76,9 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
                     page = f.cast("sext", f.load(I32, pages, j // page_size * 4), I64)
                     offset.set(page * page_stride + j % page_size * stride)
                 src, to = base.at(offset.get()), dst.at(r * pitch)
+                ahead = src.at(stride * PREFETCH_ROWS)
                 with f.range(0, whole, lanes) as d:
+                    f.prefetch(ahead.at(d * elem.bytes))
                     put(f.load(elem.vec(lanes), src, d * elem.bytes), to.at(d * compute.bytes), name)
                 with f.when(whole < dim):
                     x = f.masked_load(elem.vec(lanes), src.at(whole * elem.bytes), tail)
