@@ -32,11 +32,13 @@ class Slot:
 SLOT = Slot()
 
 
+@dataclass(frozen=True, eq=False)
 class Structured:
     """Base of masks and scores. Subclasses are frozen dataclasses.
 
     `tensor_fields` names the fields that hold a tensor or a tuple of tensors; all other fields hold ints, floats,
-    strings, bools, None, or values of this kind.
+    strings, bools, None, or values of this kind. Two objects are equal if their constants are and their tensors are
+    the same objects; subclasses with tensors say eq=False to keep that.
     """
 
     tensor_fields: ClassVar[tuple[str, ...]] = ()
@@ -44,6 +46,17 @@ class Structured:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _classes[_class_name(cls)] = cls
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        other = cast("Structured", other)
+        ours, theirs = self.tensors(), other.tensors()
+        same = len(ours) == len(theirs) and all(x is y for x, y in zip(ours, theirs, strict=True))
+        return same and _static(self) == _static(other)
+
+    def __hash__(self) -> int:
+        return hash(_static(self))
 
     def tensors(self) -> tuple[Any, ...]:
         """The tensors of the description, in the order in which `with_tensors` takes them."""
@@ -82,7 +95,7 @@ class Structured:
     @property
     def name(self) -> str:
         """A short name with the values that matter, for tests, tables and benchmark rows."""
-        values = [getattr(self, f.name) for f in _fields(self) if f.name not in self.tensor_fields]
+        values = [getattr(self, f.name) for f in fields(self) if f.name not in self.tensor_fields]
         return "_".join([type(self).__name__.lower(), *(str(v) for v in values if isinstance(v, (int, float, str)))])
 
     def to_text(self) -> str:
@@ -99,30 +112,19 @@ class Structured:
 
     def _changed(self: S, values: dict[str, Any]) -> S:
         """A copy with other values of some fields; nothing is checked again."""
-        return _build(type(self), {f.name: values.get(f.name, getattr(self, f.name)) for f in _fields(self)})
-
-
-class TensorEquality:
-    """Equality for descriptions with tensors: the same structure and the same tensor objects."""
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        a, b = cast("Structured", self), cast("Structured", other)
-        ours, theirs = a.tensors(), b.tensors()
-        same = len(ours) == len(theirs) and all(x is y for x, y in zip(ours, theirs, strict=True))
-        return same and _static(a) == _static(b)
-
-    def __hash__(self) -> int:
-        return hash(_static(cast("Structured", self)))
-
-
-def _fields(x: Structured) -> tuple[Any, ...]:
-    return fields(cast("Any", x))
+        return _build(type(self), {f.name: values.get(f.name, getattr(self, f.name)) for f in fields(self)})
 
 
 def _static(x: Structured) -> tuple[Any, ...]:
-    return (type(x), *(getattr(x, f.name) for f in _fields(x) if f.name not in x.tensor_fields))
+    _check_fields(x)
+    return (type(x), *(getattr(x, f.name) for f in fields(x) if f.name not in x.tensor_fields))
+
+
+def _check_fields(x: Structured) -> None:
+    """Raises TypeError if the object has attributes that are no fields: compile keys would not see them."""
+    if len(vars(x)) != len(fields(x)):
+        names = sorted(set(vars(x)) - {f.name for f in fields(x)})
+        raise TypeError(f"{type(x).__name__} must be a frozen dataclass with fields for what it holds; got {names}")
 
 
 def _class_name(cls: type) -> str:
@@ -150,8 +152,9 @@ def _encode(value: Any, where: str = "") -> str:
     if isinstance(value, Slot):
         return "('slot',)"
     if isinstance(value, Structured):
+        _check_fields(value)
         items: list[str] = []
-        for f in _fields(value):
+        for f in fields(value):
             field_value = getattr(value, f.name)
             items.append(f",{f.name!r}," + _encode(field_value, f"{type(value).__name__}.{f.name}"))
         return f"('class',{_class_name(type(value))!r}" + "".join(items) + ")"

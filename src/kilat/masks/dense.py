@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kilat.masks.core import Mask
-from kilat.structure import TensorEquality, check_broadcast, check_dtype, four_axes
+from kilat.structure import check_broadcast, check_dtype, four_axes
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(TensorEquality, Mask):
+class Dense(Mask):
     """mask[b, h, i, j], bool, True = visible; broadcastable to [batch, num_heads_q, seqlen_q, seqlen_kv]."""
 
     mask: Any

@@ -10,11 +10,11 @@ import numpy as np
 
 from kilat.masks.core import Int32, IntervalMask, batch_entry
 from kilat.masks.ops import lookup, maximum
-from kilat.structure import TensorEquality, as_numpy, int32_tensor, shape_of
+from kilat.structure import as_numpy, int32_tensor, shape_of
 
 
 @dataclass(frozen=True, eq=False)
-class Documents(TensorEquality, IntervalMask):
+class Documents(IntervalMask):
     """ids[q_pos] == ids[j] >= 0; ids int32 [seqlen_kv] or [batch, seqlen_kv].
 
     Equal ids must be contiguous within the length in use, else a call raises ValueError. A negative id neither sees

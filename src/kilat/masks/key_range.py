@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kilat.masks.core import IntervalMask
-from kilat.structure import TensorEquality, check_batch, int32_tensor
+from kilat.structure import check_batch, int32_tensor
 
 
 @dataclass(frozen=True, eq=False)
-class KeyRange(TensorEquality, IntervalMask):
+class KeyRange(IntervalMask):
     """start[b] <= j < stop[b], both int32 [batch]. Positions stay what they are."""
 
     start: Any

@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from kilat.math import maximum, minimum
 from kilat.symbolic import SymbolicTensor
 
@@ -25,7 +27,7 @@ def lookup(table: Any, index: Any) -> Any:
     """table[index], with the index clamped to the table."""
     if isinstance(table, SymbolicTensor):
         return table[index]
-    return table[minimum(maximum(index, 0), len(table) - 1)]
+    return np.take(table, index, mode="clip")
 
 
 def rebind(fn: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kilat.masks.core import Mask
-from kilat.structure import TensorEquality
 from kilat.symbolic import Expr, Var, from_text, nodes, trace_to_text
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Predicate(TensorEquality, Mask):
+class Predicate(Mask):
     """fn(b, h, q_pos, j, *tensors) -> bool, traced once; raises TypeError for what cannot be traced.
 
     A function that takes (b, h, q_pos, j) alone may read the tensors of `tensors=` from the scope around it.

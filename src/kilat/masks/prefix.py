@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from kilat.masks.core import IntervalMask
 from kilat.masks.ops import maximum
-from kilat.structure import TensorEquality, check_batch, int32_tensor
+from kilat.structure import check_batch, int32_tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Prefix(TensorEquality, IntervalMask):
+class Prefix(IntervalMask):
     """j <= q_pos or j < lengths[b]; lengths int32 [batch]."""
 
     lengths: Any

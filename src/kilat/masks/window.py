@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kilat.masks.core import Bound, IntervalMask
+from kilat.masks.core import FAR, Bound, IntervalMask
 from kilat.masks.ops import maximum
 from kilat.structure import check_int
-
-_FAR = 2**30  # no sequence is longer, and q_pos plus or minus it fits 32 bits
 
 
 @dataclass(frozen=True)
@@ -65,4 +63,4 @@ class Window(IntervalMask):
         return SimpleNamespace(left=left, right=right, first=min(self.first, longest))
 
     def symbols(self) -> Any:
-        return self.clamped(_FAR)
+        return self.clamped(FAR)

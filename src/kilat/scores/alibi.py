@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kilat.scores.core import ScoreModifier
-from kilat.structure import Slot, TensorEquality, check_dtype, float_tensor, shape_of
+from kilat.structure import Slot, check_dtype, float_tensor, shape_of
 
 
 @dataclass(frozen=True, eq=False)
-class Alibi(TensorEquality, ScoreModifier):
+class Alibi(ScoreModifier):
     """s = s - slope * |q_pos - j|; slopes [heads] or [batch, heads]. Slopes are constants: they have no gradient."""
 
     slopes: Any

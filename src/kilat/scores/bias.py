@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kilat.scores.core import ScoreModifier
-from kilat.structure import TensorEquality, check_broadcast, check_dtype, four_axes
+from kilat.structure import check_broadcast, check_dtype, four_axes
 
 
 @dataclass(frozen=True, eq=False)
-class Bias(TensorEquality, ScoreModifier):
+class Bias(ScoreModifier):
     """s = s + bias[b, h, i, j], broadcastable to [batch, num_heads_q, seqlen_q, seqlen_kv].
 
     d s / d bias is 1; the gradient of a broadcast entry is the sum over the entries that it reached.

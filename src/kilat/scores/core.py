@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import ClassVar
 
 from kilat.structure import Structured
 
@@ -11,8 +12,8 @@ from kilat.structure import Structured
 class ScoreModifier(Structured):
     """Changes the score of a query and a key. `order` is its place among the modifiers of a call."""
 
-    order: int = 3
-    unique: bool = True
+    order: ClassVar[int] = 3
+    unique: ClassVar[bool] = True
 
 
 def in_order(scores: Sequence[ScoreModifier]) -> tuple[ScoreModifier, ...]:

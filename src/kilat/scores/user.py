@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kilat.scores.core import ScoreModifier
-from kilat.structure import TensorEquality
 from kilat.symbolic import Expr, Load, derivative_to_text, from_text, partial_load, trace_to_text
 
 _NAMES = ("s", "b", "h", "q_pos", "j")
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Score(TensorEquality, ScoreModifier):
+class Score(ScoreModifier):
     """s = fn(s, b, h, q_pos, j, *tensors), traced once; raises TypeError for what cannot be traced.
 
     `expr` is the traced function, `d_expr` its derivative by s: traced from `derivative`, a function of the same
