@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from kilat.structure import check_broadcast, check_dtype, four_axes, shape_of
+from kilat.structure import check_broadcast, check_dtype, check_number, four_axes, shape_of
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -27,9 +26,7 @@ class Dropout:
     def __init__(
         self, p: float, *, generator: Any = None, seed: Any = None, offset: Any = None, keep: Any = None
     ) -> None:
-        if isinstance(p, bool) or not hasattr(p, "__float__") or hasattr(p, "shape"):
-            raise TypeError(f"p must be a number; got p={p!r}")
-        if not 0.0 <= p <= 1.0 or math.isnan(p):
+        if not 0.0 <= check_number(p, "p") <= 1.0:
             raise ValueError(f"p must be between 0 and 1; got p={p}")
         _check_counter(seed, "seed")
         _check_counter(offset, "offset")

@@ -66,7 +66,7 @@ def transposed(ends: Int32, kv_len: int) -> Int32:
 
 def visible(mask: Mask | None, b: int, h: int, q_len: int, kv_len: int) -> NDArray[np.bool_]:
     """Which keys each query of a batch entry and head sees, bool [q_len, kv_len]."""
-    return _rows(mask, b, h, q_len, kv_len, 0, q_len)
+    return _rows(mask, b, h, q_len, kv_len, range(q_len))
 
 
 def dense_mask(mask: Mask | None, batch: int, num_heads_q: int, q_len: int, kv_len: int) -> NDArray[np.bool_]:
@@ -93,7 +93,7 @@ def block_classes(
     for b in range(batch):
         for h in range(heads):
             if parts.dense or parts.predicates:
-                result[b, h] = _classes_by_entry(mask, b, h, q_len, kv_len, block_q, block_kv)
+                result[b, h] = _classes_by_entry(mask, b, h, q_len, kv_len, (block_q, block_kv))
             else:
                 result[b, h] = _classes_by_bounds(bounds(mask, b, q_len, kv_len), kv_len, block_q, block_kv)
     return result
@@ -126,23 +126,25 @@ def _classes_by_bounds(ends: Int32, kv_len: int, block_q: int, block_kv: int) ->
 
 
 def _classes_by_entry(
-    mask: Mask | None, b: int, h: int, q_len: int, kv_len: int, block_q: int, block_kv: int
+    mask: Mask | None, b: int, h: int, q_len: int, kv_len: int, block: tuple[int, int]
 ) -> NDArray[np.int8]:
     """Classes from the entries themselves: O(q_len * kv_len) time, O(block_q * kv_len) memory."""
+    block_q, block_kv = block
     columns = np.arange(0, kv_len, block_kv)
     rows = range(0, q_len, block_q)
     result = np.zeros((len(rows), len(columns)), np.int8)
     if len(columns):
         for out, i0 in zip(result, rows, strict=True):
-            entries = _rows(mask, b, h, q_len, kv_len, i0, min(i0 + block_q, q_len))
+            entries = _rows(mask, b, h, q_len, kv_len, range(i0, min(i0 + block_q, q_len)))
             every = np.logical_and.reduceat(entries.all(axis=0), columns)
             some = np.logical_or.reduceat(entries.any(axis=0), columns)
             out[:] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
     return result
 
 
-def _rows(mask: Mask | None, b: int, h: int, q_len: int, kv_len: int, i0: int, i1: int) -> NDArray[np.bool_]:
-    """Rows i0 to i1 of the mask, bool [i1 - i0, kv_len]."""
+def _rows(mask: Mask | None, b: int, h: int, q_len: int, kv_len: int, rows: range) -> NDArray[np.bool_]:
+    """Some rows of the mask, bool [len(rows), kv_len]."""
+    i0, i1 = rows.start, rows.stop
     parts = decompose(mask)
     i, j = np.arange(i0, i1)[:, None], np.arange(kv_len)[None, :]
     shown = np.zeros((i1 - i0, kv_len), np.bool_)
