@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-from kilat import compiled as _compiled  # registers the operators, which a tracer must not do
 from kilat._version import __version__
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-
-del _compiled
+if os.path.basename((sys.argv or [""])[0]) != "kilat":
+    # Registers the operators, which a tracer must not do. Only the command line, which traces nothing, goes without.
+    importlib.import_module("kilat.compiled")
 
 
 def __getattr__(name: str) -> Any:
