@@ -27,6 +27,13 @@ class Staircase(IntervalMask):
         return ops.fdiv(q_pos, p.size) * p.size + p.size
 
 
+@dataclass(frozen=True, slots=True)
+class Slotted(Staircase):
+    """A mask of a user whose class the decorator replaces."""
+
+    more: int = 1
+
+
 class Undecorated(IntervalMask):
     """A mask of a user without fields needs no decorator."""
 
@@ -63,7 +70,9 @@ class Shifted(IntervalMask):
 SHIFTED = Shifted(np.array([1, 3], np.int32), np.array([[0, 0, 1, 1, 2], [2, 2, 2, 3, 3]], np.int32))
 
 
-@pytest.mark.parametrize("mask", [Staircase(3), Undecorated(), SHIFTED, Staircase(2) & Causal()], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mask", [Staircase(3), Slotted(3), Undecorated(), SHIFTED, Staircase(2) & Causal()], ids=lambda m: m.name
+)
 def test_structure_text_and_pickle(mask: Mask) -> None:
     structure = mask.structure()
     assert Mask.from_text(mask.to_text()) == structure

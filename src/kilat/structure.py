@@ -122,8 +122,7 @@ def _static(x: Structured) -> tuple[Any, ...]:
 
 def _check_fields(x: Structured) -> None:
     """Raises TypeError if the object has attributes that are no fields: compile keys would not see them."""
-    if len(vars(x)) != len(fields(x)):
-        names = sorted(set(vars(x)) - {f.name for f in fields(x)})
+    if len(vars(x)) != len(fields(x)) and (names := sorted(set(vars(x)) - {f.name for f in fields(x)})):
         raise TypeError(f"{type(x).__name__} must be a frozen dataclass with fields for what it holds; got {names}")
 
 
@@ -175,12 +174,14 @@ def _decode(value: Any) -> Any:
 
 
 def _find(name: str) -> type[Structured]:
-    if name in _classes:
-        return _classes[name]
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
+    found: Any
+    try:
+        found = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):  # a class made inside a function, or in a module that is gone
+        found = _classes.get(name)
     if not (isinstance(found, type) and issubclass(found, Structured)):
         raise TypeError(f"text must name a mask or a score; got {name}")
     return found
