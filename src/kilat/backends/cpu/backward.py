@@ -38,7 +38,7 @@ def build(isa: Isa, compute: Type) -> str:
         with m.function(name, [PTR], exported=True) as f:
             _Rows(f, parts).run(callee)
     with m.function("run_chunks", [PTR], exported=True) as f:
-        worker = _Main(f, parts, rows)
+        worker = Main(f, parts, rows)
         worker.each_task(CHUNKS, worker.task)
     build_bias(m, parts)
     build_sink(m, parts)
@@ -53,7 +53,7 @@ def scratch_layout(block: Blocking, head_dim: int, head_dim_v: int, sub: int) ->
     sizes = {"at_q": BLOCK_Q * pad, "at_do": BLOCK_Q * pad_v, "at_out": BLOCK_Q * pad_v}
     sizes |= dict.fromkeys(("at_lse", "at_delta"), BLOCK_Q * size)
     sizes |= dict.fromkeys(("at_p", "at_ds", "at_raw", "at_tmp"), tile)
-    sizes |= {"at_bits": bits, "at_drop": bits, "at_table": 8 * extents_size(block), "at_bad": 8 * sub}
+    sizes |= {"at_bits": bits, "at_drop": bits, "at_table": 8 * extents_size(block), "at_bad": 16 * sub}
     sizes |= dict.fromkeys(("at_k", "at_kt", "at_dk"), sub * width * pad)
     sizes |= dict.fromkeys(("at_vt", "at_dv"), sub * width * pad_v)
     offsets, total = {}, 0
@@ -81,7 +81,9 @@ def build_delta_rows(m: Module, parts: Parts) -> Function:
         with f.range(0, count) as r:
             total = f.var(vec, 0.0)
             with f.range(r * scope.pitch_v, (r + 1) * scope.pitch_v, vec.bytes) as o:
-                total.set(f.fma(f.load(vec, out, o), f.load(vec, do, o), total.get()))
+                x = f.load(vec, out, o)
+                more = f.fma(x, f.load(vec, do, o), total.get())
+                total.set(f.select(x.ne(0.0), more, total.get()))  # a row that sees nothing ignores its do, NaN too
             delta = f.var(vec.scalar, f.reduce(total.get(), "add"))
             with f.when(has_dlse):
                 delta.set(delta.get() - f.load(vec.scalar, dlse, r * size))
@@ -117,7 +119,7 @@ class _Rows(Worker):
         self.each_task(ROWS, task)
 
 
-class _Main(Worker):
+class Main(Worker):
     """dK and dV of a range of keys, and its part of dQ; of its query heads delta and dq too if they are its alone."""
 
     def __init__(self, f: Function, parts: Parts, rows: tuple[Function, Function]) -> None:
@@ -218,9 +220,9 @@ class _Main(Worker):
                     for flag, bad in zip((bad_q, bad_do), self.load_queries(at, self.b, head, i0, nr), strict=True):
                         flag.set(bad)
                     loaded.set(1)
-                bad_k = f.load(I64, self.buffer("at_bad"), s * 8)
+                bad_k, bad_v = (f.load(I64, self.buffer("at_bad"), s * 16 + o) for o in (0, 8))
                 kt, vt = self.slot("at_kt", s, self.pitch), self.slot("at_vt", s, self.pitch_v)
-                any_bad = bad_q.get() | bad_do.get() | bad_k
+                any_bad = bad_q.get() | bad_do.get() | bad_k | bad_v
                 kind.set(f.call(self.parts.tile, *where, kind.get(), any_bad, kt, vt, self.scratch))
                 partial = kind.get().eq(PARTIAL)
                 self._add("v", s, nr, nb, partial & bad_do.get().ne(0))

@@ -56,9 +56,17 @@ class _Bias(Worker):
         where = (self.p, at["seq"], b, head, *place)
         kind = f.call(self.parts.mask_bits, *where, self.buffer("at_bits"))
         with f.when(kind.ne(NONE)):
-            self.load_queries(at, b, head, i0, nr)
-            no = f.const(0, I64)
-            f.call(self.parts.tile, *where, kind, no, self.buffer("at_kt"), self.buffer("at_vt"), self.scratch)
+            bad_q, bad_do = self.load_queries(at, b, head, i0, nr)
+            bad_k, bad_v = (f.load(I64, self.buffer("at_bad"), o) for o in (0, 8))
+            f.call(
+                self.parts.tile,
+                *where,
+                kind,
+                bad_q | bad_do | bad_k | bad_v,
+                self.buffer("at_kt"),
+                self.buffer("at_vt"),
+                self.scratch,
+            )
             strides = {axis: self.read(f"dbias_{axis}") for axis in "bhij"}
             offset = b * strides["b"] + head * strides["h"] + i0 * strides["i"] + j0 * strides["j"]
             to = self.pointer("dbias").at(offset)

@@ -135,7 +135,8 @@ class Backward:
         self.params[_AT["out_dtype"]] = dtype_code(out)
         self._statistics(lse, dlse)
 
-    def put(self, **slots: int) -> None:
+    def put(self, slots: dict[str, int]) -> None:
+        """Set parameters by name."""
         for name, value in slots.items():
             self.params[_AT[name]] = value
 
@@ -154,11 +155,11 @@ class Backward:
         compute = torch_compute(self.problem)
         lse = lse.to(compute).contiguous()
         delta = torch.empty_like(lse)
-        self.put(lse=self.pointer(lse), delta=self.pointer(delta))
+        self.put({"lse": self.pointer(lse), "delta": self.pointer(delta)})
         if dlse is not None:
-            self.put(dlse=self.pointer(dlse.to(compute).contiguous()))
+            self.put({"dlse": self.pointer(dlse.to(compute).contiguous())})
         size = lse.element_size()
-        self.put(lse_b=0 if self.plan.ragged[0] else lse.stride(0) * size, lse_h=lse.stride(-2) * size)
+        self.put({"lse_b": 0 if self.plan.ragged[0] else lse.stride(0) * size, "lse_h": lse.stride(-2) * size})
 
     def deltas(self) -> None:
         """Compute delta for the kernels that run without `main`."""
@@ -211,10 +212,13 @@ class Backward:
         batch = 0 if plan.ragged[0] else 1
         if plan.splits == 1 and p.dtype in ("float32", "float64") and p.head_dim % plan.block.lanes == 0:
             strides = byte_strides(dq)
-            self.put(acc=dq.data_ptr(), acc_b=batch * strides[0], acc_n=strides[-3], acc_h=strides[-2], acc_split=0)
+            self._put_acc(dq.data_ptr(), 0, batch * strides[0], strides[-3], strides[-2])
             return
         pad = -(-p.head_dim // plan.block.lanes) * plan.block.lanes
         shape = (plan.splits, dq.shape[0] if batch else 1, p.num_heads_q, dq.shape[-3], pad)
         acc = torch.empty(shape, dtype=torch_compute(p))
         split, of_b, of_h, of_n, _ = byte_strides(acc)
-        self.put(acc=self.pointer(acc), acc_split=split, acc_b=batch * of_b, acc_h=of_h, acc_n=of_n)
+        self._put_acc(self.pointer(acc), split, batch * of_b, of_n, of_h)
+
+    def _put_acc(self, address: int, split: int, b: int, n: int, h: int) -> None:
+        self.put({"acc": address, "acc_split": split, "acc_b": b, "acc_n": n, "acc_h": h})

@@ -119,12 +119,13 @@ class Tiles(Scope):
         return bad_q, bad_do
 
     def load_keys(self, at: dict[str, Value], b: Value, kv_head: Value, j0: Value, nb: Value, slot: Value) -> None:
-        """K, K^T and V^T of one key tile into slot `slot` of the chunk, and whether K holds a non-finite number."""
+        """K, K^T and V^T of one key tile into slot `slot` of the chunk, and whether K or V hold a non-finite number."""
         f, row, token = self.f, self.vec.bytes * self.block.vectors, at["kv_token"] + j0
         k, v = self.slot("at_k", slot, self.pitch), self.slot("at_dv", slot, self.pitch_v)  # V only passes through
-        bad = self.load("k", self.base("k", b, kv_head, token), nb, self.width, k)
-        f.store(bad, self.buffer("at_bad"), slot * 8)
-        self.load("v", self.base("v", b, kv_head, token), nb, self.width, v)
+        bad_k = self.load("k", self.base("k", b, kv_head, token), nb, self.width, k)
+        bad_v = self.load("v", self.base("v", b, kv_head, token), nb, self.width, v)
+        f.store(bad_k, self.buffer("at_bad"), slot * 16)
+        f.store(bad_v, self.buffer("at_bad"), slot * 16 + 8)
         for source, name, pitch, dim in ((k, "at_kt", self.pitch, self.dim), (v, "at_vt", self.pitch_v, self.dim_v)):
             to = self.slot(name, slot, pitch)
             f.call(self.parts.transpose, source, pitch, to, row, self.width, padded(dim, self.block))

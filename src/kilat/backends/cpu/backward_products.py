@@ -58,11 +58,10 @@ def build_extents(m: Module, block: Blocking) -> Function:
         with f.range(0, groups) as g:
             first, stop = f.var(I64, block.vectors), f.var(I64, 0)
             for v in range(block.vectors):
-                word = None
-                for i in range(mr):
-                    x = f.load(I16, bits, (g * mr + i) * (2 * block.vectors) + 2 * v)
-                    word = x if word is None else word | x
-                assert word is not None
+                rows = [g * mr + i for i in range(mr)]
+                word = f.load(I16, bits, rows[0] * (2 * block.vectors) + 2 * v)
+                for r in rows[1:]:
+                    word = word | f.load(I16, bits, r * (2 * block.vectors) + 2 * v)
                 seen = word.ne(0)
                 first.set(f.select(seen, f.minimum(first.get(), v), first.get()))
                 stop.set(f.select(seen, f.const(v + 1, I64), stop.get()))

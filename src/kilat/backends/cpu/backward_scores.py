@@ -30,7 +30,7 @@ def sink_gradient(run: Backward, sink: Tensor) -> Tensor:
     """dsink [heads] in the sink's type."""
     compute = torch_compute(run.problem)
     dsink = torch.zeros(run.problem.num_heads_q, dtype=torch.float64)
-    run.put(sink=run.pointer(sink.detach().to(compute).contiguous()), dsink=run.pointer(dsink))
+    run.put({"sink": run.pointer(sink.detach().to(compute).contiguous()), "dsink": run.pointer(dsink)})
     run.run("sink", Tasks(np.arange(run.problem.num_heads_q, dtype=np.int64)))
     return dsink.to(sink.dtype)
 
@@ -53,8 +53,8 @@ def _bias_gradient(run: Backward, bias: Tensor) -> Tensor:
     buffer = torch.zeros(bias.shape, dtype=torch_compute(p))
     if buffer.numel():
         strides = broadcast_strides(buffer)
-        run.put(dbias=run.pointer(buffer), stages=USER)
-        run.put(**{f"dbias_{axis}": stride for axis, stride in zip("bhij", strides, strict=True)})
+        run.put({"dbias": run.pointer(buffer), "stages": USER})
+        run.put({f"dbias_{axis}": stride for axis, stride in zip("bhij", strides, strict=True)})
         shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
         run.run("bias", Tasks(_boxes(run, shape)))
     return buffer.to(bias.dtype)
@@ -96,7 +96,7 @@ def _tensor_gradients(run: Backward, grads: list[list[Tensor | None]]) -> None:
                 run.pointer(environment),
             ]
         )
-    run.put(scores=run.pointer(np.array(table, np.int64)), dbias=0, stages=USER_TENSORS)
+    run.put({"scores": run.pointer(np.array(table, np.int64)), "dbias": 0, "stages": USER_TENSORS})
     run.run("bias", Tasks(_boxes(run, (1, 1, 1, 1))), threads=1)
     for n, buffers in made.items():
         grads[n] = [

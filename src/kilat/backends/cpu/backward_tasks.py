@@ -64,7 +64,7 @@ def chunk_work(n: int, m: int, bounds: NDArray[np.int32] | None, keys: int) -> F
     for starts, stops in bounds:
         lo, hi = np.searchsorted(stops, first, side="right"), np.searchsorted(starts, stop - 1, side="right")
         rows += np.maximum(hi - lo, 0)
-    return (stop - first) * np.minimum(rows, n)
+    return ((stop - first) * np.minimum(rows, n)).astype(np.float64)
 
 
 def cut(total: Floats, splits: int) -> Ints:

@@ -41,6 +41,7 @@ BACKWARD = Params(
     *("dbias", "dbias_b", "dbias_h", "dbias_i", "dbias_j", "stages"),
     *("at_q", "at_do", "at_out", "at_lse", "at_delta", "at_p", "at_ds", "at_raw", "at_tmp", "at_bits", "at_drop"),
     *("at_table", "at_k", "at_kt", "at_vt", "at_dk", "at_dv", "at_bad"),
+    *("at_qt", "at_dot", "at_rows", "at_keys", "at_dq"),  # of the bfloat16 kernel alone
 )
 
 ALL_STAGES = 0
@@ -125,13 +126,17 @@ def build_steps(m: Module, block: Blocking) -> _Steps:
                     p.set(f.select(bits_at(f, bits, r, v), p.get(), 0.0))
                 f.store(p.get(), s, r * row + v * vec.bytes)
     probabilities = f
-    with m.function("step_gradients", [PTR, PTR, PTR, I64]) as f:
-        p, dp, delta, nr = f.args
+    with m.function("step_gradients", [PTR, PTR, PTR, PTR, I64, I64]) as f:
+        p, dp, delta, bits, bad, nr = f.args
         with f.range(0, nr) as r:
             row_delta = f.splat(f.load(block.compute, delta, r * size), block.lanes)
             for v in range(block.vectors):
                 o = r * row + v * vec.bytes
-                f.store(gradient(f, f.load(vec, p, o), f.load(vec, dp, o), row_delta), dp, o)
+                share, grad = f.load(vec, p, o), f.load(vec, dp, o)
+                ds = f.var(vec, gradient(f, share, grad, row_delta))
+                with f.when(bad.ne(0)):  # here a visible pair of no weight is NaN, as 0 times NaN is
+                    ds.set(f.select(bits_at(f, bits, r, v), share * (grad - row_delta), 0.0))
+                f.store(ds.get(), dp, o)
     gradients = f
     # x = kept ? x / (1 - p) : 0
     with m.function("step_drop", [PTR, PTR, block.compute, I64]) as f:
@@ -141,25 +146,28 @@ def build_steps(m: Module, block: Blocking) -> _Steps:
                 o = r * row + v * vec.bytes
                 f.store(f.select(bits_at(f, bits, r, v), f.load(vec, x, o) * f.splat(factor, block.lanes), 0.0), x, o)
     drop = f
-    with m.function("step_hide", [PTR, PTR, I64]) as f:  # the bits of pairs that have a share in the softmax
-        p, bits, nr = f.args
+    # clear the bits of pairs whose score is -inf; unless `masked` all bits count as set before
+    with m.function("step_hide", [PTR, PTR, I64, I64]) as f:
+        s, bits, masked, nr = f.args
         with f.range(0, nr) as r:
             for v in range(block.vectors):
-                seen = to_bits(f, f.load(vec, p, r * row + v * vec.bytes).ne(0.0))
-                f.store(seen, bits, r * (2 * block.vectors) + 2 * v)
+                at = bits.at(r * (2 * block.vectors) + 2 * v)
+                before = f.select(masked.eq(PARTIAL), f.load(I16, at), f.const(-1, I16))
+                seen = f.load(vec, s, r * row + v * vec.bytes).ne(NEGATIVE_INFINITY)
+                f.store(before & to_bits(f, seen), at)
     return _Steps(clear, copy, probabilities, gradients, drop, f)
 
 
 def build_tile(m: Module, block: Blocking, products: Products, isa: Isa) -> Function:
     """tile(P, seq, b, h, i0, nr, j0, nb, kind, bad, KT, VT, scratch) -> kind: P and dS of one tile.
 
-    kind: class of mask_bits, not NONE; bad: Q, K or dO holds a non-finite number. Afterwards at_p holds P with dropout
-    applied, at_ds dS to the stage that `stages` names, both 0 outside the mask, and at_table the extents.
+    kind: class of mask_bits, not NONE; bad: Q, K, V or dO holds a non-finite number. Afterwards at_p holds P with
+    dropout applied, at_ds dS to the stage that `stages` names, both 0 outside the mask, and at_table the extents.
     """
     steps, geo = build_steps(m, block), geometry(block)
     parts = (build_scores_forward(m, geo, isa), build_scores_backward(m, geo, isa), build_dropout_bits(m, geo))
     with m.function("tile", [PTR, PTR] + [I64] * 8 + [PTR, PTR, PTR], I64) as f:
-        p, _, _, _, _, nr, _, nb, kind, _, kt, vt, scratch = f.args
+        p, _, _, _, _, nr, _, nb, kind, bad, kt, vt, scratch = f.args
         scope = Scope(f, block, p, scratch)
         names = ("q", "do", "p", "ds", "lse", "delta", "bits", "table")
         buffers = {n: scope.buffer("at_" + n) for n in names}
@@ -173,7 +181,7 @@ def build_tile(m: Module, block: Blocking, products: Products, isa: Isa) -> Func
         to_s = (buffers["q"], row_bytes(dim, block), kt, padded(dim, block), buffers["table"], nr, buffers["p"])
         to_dp = (buffers["do"], row_bytes(dim_v, block), vt, padded(dim_v, block), buffers["table"], nr, buffers["ds"])
         result = f.var(I64, kind)
-        plain = scope.read("has_scores").eq(0) & scope.read("dropout").eq(0)
+        plain = scope.read("has_scores").eq(0) & scope.read("dropout").eq(0) & bad.eq(0)
         with f.when(plain):
             for masked, callee in ((ALL, products.probabilities), (PARTIAL, products.probabilities_masked)):
                 with f.when(kind.eq(masked)):
@@ -199,15 +207,16 @@ def _step_by_step(
     with f.when(has_scores):
         f.call(steps.copy, p, raw, nr)
         f.call(scores_forward, *where, p)
-    f.call(steps.probabilities, p, scope.buffer("at_lse"), scope.buffer("at_bits"), kind, nr)
-    with f.when(has_scores & bad.ne(0)):  # a bias of -inf hides a key as a mask does
-        f.call(steps.hide, p, scope.buffer("at_bits"), nr)
+    bits = scope.buffer("at_bits")
+    with f.when(bad.ne(0)):  # a score of -inf hides a key as a mask does
+        f.call(steps.hide, p, bits, kind, nr)
         result.set(PARTIAL)
+    f.call(steps.probabilities, p, scope.buffer("at_lse"), bits, result.get(), nr)
     f.call(products.scores, *operands[1])
     with f.when(dropout):
         f.call(dropout_bits, *where, drop)
         f.call(steps.drop, ds, drop, scope.floating("dropout_scale"), nr)
-    f.call(steps.gradients, p, ds, scope.buffer("at_delta"), nr)
+    f.call(steps.gradients, p, ds, scope.buffer("at_delta"), bits, bad, nr)
     with f.when(has_scores):
         tmp, stages = scope.buffer("at_tmp"), scope.read("stages")
         whole = stages.eq(ALL_STAGES)
