@@ -42,8 +42,8 @@ DECODE = Params(
     *("at_q", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_row"),
 )
 
-# first, count: queries of the row block; lo, hi: keys; part: index of this task's partial result; part0 .. part0 + parts:
-# those of its row block; block: index of the row block
+# first, count: queries of the row block; lo, hi: keys; part: index of this task's partial result; part0 and parts: the
+# first one and the number of those of its row block; block: index of the row block
 TASK = Params("seq", "kv_head", "first", "count", "lo", "hi", "part", "part0", "parts", "block")
 
 
@@ -238,9 +238,9 @@ class _Worker:
             where = (self.p, self.seq, self.b, head, self.get["first"], count, j0, nb)
             kind = f.call(self.parts.mask_bits, *where, self.at("at_bits"))
             tile = s.at(g * count * self.geo.row_bytes)
-            with f.when(kind.eq(0)):  # nobody sees it: P is 0
-                with f.range(0, count * self.geo.row_bytes, self.geo.vector.bytes) as o:
-                    f.store(f.const(0.0, self.geo.vector), tile, o)
+            unseen = f.select(kind.eq(0), count * self.geo.row_bytes, 0)  # nobody sees it: P is 0
+            with f.range(0, unseen, self.geo.vector.bytes) as o:
+                f.store(f.const(0.0, self.geo.vector), tile, o)
             with f.when(kind.ne(0)):
                 self._head(g, where, kind, bad, tile)
         with f.when(bad.eq(0)):

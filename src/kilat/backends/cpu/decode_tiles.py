@@ -61,9 +61,9 @@ def build_scores(m: Module, geo: Geometry) -> Function:
 
 
 def build_softmax(m: Module, geo: Geometry) -> Function:
-    """softmax(S, bits, masked, nb, max, sum, O, width): one row; S becomes P = exp(S - max), 0 behind nb and where hidden.
+    """softmax(S, bits, masked, nb, max, sum, O, width): a row of S becomes P = exp(S - max).
 
-    FlashAttention-2, algorithm 1, lines 8 to 10; max and sum are scalars, O (width vectors) is scaled if max rises.
+    P is 0 behind nb and where hidden.     FlashAttention-2, algorithm 1, lines 8 to 10; max and sum are scalars, O (width vectors) is scaled if max rises.
     """
     vec, t, vs = geo.vector, geo.compute, range(geo.vectors)
     with m.function("softmax", [PTR, PTR, I64, I64, PTR, PTR, PTR, I64]) as f:
@@ -129,7 +129,7 @@ def build_product(m: Module, geo: Geometry) -> Function:
 
 
 def build_product_select(m: Module, geo: Geometry) -> Function:
-    """product of one row that adds only keys whose bit is set: for a V tile with NaN or inf that the row may not see."""
+    """product of one row that adds only keys whose bit is set: for V tiles with NaN or inf that the row may not see."""
     vec, t = geo.vector, geo.compute
     with m.function("product_select", [PTR, PTR, PTR, I64, I64, PTR]) as f:
         p, v_rows, o, width, nb, bits = f.args
@@ -144,7 +144,7 @@ def build_product_select(m: Module, geo: Geometry) -> Function:
 
 
 def build_hide(m: Module, geo: Geometry) -> Function:
-    """hide(S, bits, masked): one row; bits without the keys whose score is -inf (all bits set before, if not masked)."""
+    """hide(S, bits, masked): clear one row's bits of keys whose score is -inf (all were set before, if not masked)."""
     with m.function("hide", [PTR, PTR, I64]) as f:
         s, bits, masked = f.args
         for v in range(geo.vectors):

@@ -126,8 +126,7 @@ def _plan(problem: Problem, o: Operands) -> Plan:
     if o.mask_tensors or problem.dropout or any(o.score_tensors):
         return _make_plan(problem, o)
     lengths = tuple(
-        None if t is None else t.numpy().tobytes()
-        for t in (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
+        None if t is None else t.numpy().tobytes() for t in (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
     )
     table = None if o.page_table is None else o.page_table.stride()
     strides = (o.q.stride(), o.k.stride(), o.v.stride(), table)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def tasks(call: Call, block: Blocking, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The tasks of the chosen sequences, heaviest first. Bits never depend on how queries and heads are grouped into tasks."""
+    """The tasks of the chosen sequences, heaviest first; no bit depends on how queries and heads are grouped."""
     p = call.problem
     width = block.lanes * block.vectors
     total_blocks = int((-(-call.q_len[chosen] // width)).sum()) * p.num_heads_q

@@ -106,8 +106,15 @@ def build_fused(m: Module, block: Blocking, masked: bool) -> Function:
             refs = {v: finite_or_zero(f, f.load(vec, mp, v * vec.bytes)) for v in vs}
             tops, sums = {v: f.var(vec, -math.inf) for v in vs}, {v: f.var(vec, 0.0) for v in vs}
 
-            def group(n: Value, dead: int, whole: bool, c: int = c, refs: dict[int, Value] = refs, tops: dict[int, Var] = tops,
-                      sums: dict[int, Var] = sums) -> None:  # fmt: skip
+            def group(
+                n: Value,
+                dead: int,
+                whole: bool,
+                c: int = c,
+                refs: dict[int, Value] = refs,
+                tops: dict[int, Var] = tops,
+                sums: dict[int, Var] = sums,
+            ) -> None:
                 acc = accumulators(f, vec, block.mr, block.nv - dead)
                 rows = clamp_rows(f, k, n, block.mr, last, pitch)
                 multiply(f, acc, rows, block.compute.bytes, qt.at((c + dead) * vec.bytes), row, dim)
@@ -140,9 +147,9 @@ def build_fused(m: Module, block: Blocking, masked: bool) -> Function:
                     for dead in range(4):
                         with f.when(first.eq(dead)):
                             group(n, dead, False)
-                    with f.when(first >= 4):  # no query sees any of these keys
-                        with f.range(n * row, (n + block.mr) * row, vec.bytes) as o:
-                            f.store(f.const(0.0, vec), s, o)
+                    unseen = f.select(first >= 4, (n + block.mr) * row, 0)  # no query sees any of these keys
+                    with f.range(n * row, unseen, vec.bytes) as o:
+                        f.store(f.const(0.0, vec), s, o)
                 else:
                     group(n, 0, False)
             for v in vs:
@@ -202,7 +209,7 @@ def build_softmax(m: Module, block: Blocking, masked: bool) -> Function:
                     top.set(f.maximum(score(n, v), top.get()))
             sums = [f.var(vec, 0.0) for _ in vs]
             refs = [f.var(vec) for _ in vs]
-            for top, ref, total, v in zip(tops, refs, sums, vs, strict=True):
+            for top, ref, v in zip(tops, refs, vs, strict=True):
                 old, new = f.load(vec, mp, v * vec.bytes), top.get()
                 rise = new > old + LAZY_RISE
                 ref.set(f.select(rise, new, old))

@@ -104,19 +104,19 @@ class Call:
         seqs[: p.batch, 0], seqs[: p.batch, 1] = self.q_token, self.kv_token
         seqs[: p.batch, 2], seqs[: p.batch, 3] = self.q_len, self.kv_len
         seqs[: len(self.bounds), 4] = [self.pointer(b) for b in self.bounds]
-        put = dict(
-            seqs=self.pointer(seqs),
-            tasks=self.pointer(tasks),
-            ntasks=len(tasks),
-            num_heads_q=p.num_heads_q,
-            group=p.group,
-            head_dim=p.head_dim,
-            head_dim_v=p.head_dim_v,
-            dtype=dtype_code(o.q),
-            scale=float_bits(p.scale),
-            n_intervals=self.n_intervals,
-            dropout_scale=float_bits(1.0),
-        )
+        put: dict[str, int] = {
+            "seqs": self.pointer(seqs),
+            "tasks": self.pointer(tasks),
+            "ntasks": len(tasks),
+            "num_heads_q": p.num_heads_q,
+            "group": p.group,
+            "head_dim": p.head_dim,
+            "head_dim_v": p.head_dim_v,
+            "dtype": dtype_code(o.q),
+            "scale": float_bits(p.scale),
+            "n_intervals": self.n_intervals,
+            "dropout_scale": float_bits(1.0),
+        }
         self._put_masks(put, geometry, isa)
         self._put_scores(put, geometry, isa)
         self._put_dropout(put)

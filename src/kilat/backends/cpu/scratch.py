@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ _LARGEST = 64 << 20  # bytes that are worth keeping; more is given back
 
 
 @contextmanager
-def borrow(size: int) -> Iterator[int]:
+def borrow(size: int) -> Generator[int]:
     """The address of `size` bytes, aligned to 64, that nobody else has until the block ends."""
     try:
         buffer = _free.pop()
