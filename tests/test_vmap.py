@@ -146,10 +146,13 @@ def test_the_operators(backend: str) -> None:
     options = Options("dense", kilat.Causal(), backend=backend)
     rest = (compiled.spec_of(options, PLAIN, True), 0.0, 0.0, compiled.NO_HINT, compiled.NO_HINT)
 
-    def f(q: Any, k: Any, v: Any) -> Any:
-        return compiled.forward_op([q, k, v], *rest)[0]
-
-    compare(f, qkv(), (0, 0, 0))
+    q, k, v = (x.requires_grad_() for x in qkv())
+    got = torch.func.vmap(lambda *x: compiled.forward_op(list(x), *rest)[0])(q, k, v)
+    wanted = torch.stack([compiled.forward_op([q[n], k[n], v[n]], *rest)[0] for n in range(N)])
+    torch.testing.assert_close(got, wanted)
+    dout = torch.randn_like(got)
+    found = torch.autograd.grad(got, (q, k, v), dout)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, (q, k, v), dout))
 
 
 def test_per_sample_gradients(backend: str) -> None:

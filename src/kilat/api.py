@@ -13,7 +13,7 @@ from kilat.gather import autocast, modifiers
 from kilat.kv import Cache
 from kilat.masks import Causal, Mask
 from kilat.numpy_door import as_int32, as_numpy, as_tensors, is_numpy, torch_dtype
-from kilat.plan import PLAIN
+from kilat.plan import PLAIN, names_of
 from kilat.problem import Operands, Options
 from kilat.validate_basic import check_flag, check_host_int, fail
 
@@ -71,7 +71,7 @@ def attention(
     structure, ordered, kind, p = parts
     options = Options("dense", structure, ordered, scale, kind, p, out_dtype, deterministic, False, None, backend)
     plain = sink is None and dropout is None and seqlens_q is None and seqlens_kv is None and ordered == ()
-    names = PLAIN if plain and operands.mask_tensors == () else operands.present()
+    names = PLAIN if plain and operands.mask_tensors == () else names_of(operands)
     result = run(options, operands, names, return_lse)
     return as_numpy(result) if arrays else result
 
@@ -125,7 +125,7 @@ def ragged_attention(
     options = Options(
         "ragged", structure, ordered, scale, kind, p, out_dtype, deterministic, batch_invariant, None, backend
     )
-    result = run(options, operands, operands.present(), return_lse)
+    result = run(options, operands, names_of(operands), return_lse)
     return as_numpy(result) if arrays else result
 
 
@@ -179,5 +179,5 @@ def cached_attention(
     options = Options(
         "cached", structure, ordered, scale, kind, p, out_dtype, False, batch_invariant, num_splits, backend
     )
-    result = run(options, operands, operands.present(), return_lse)
+    result = run(options, operands, names_of(operands), return_lse)
     return as_numpy(result) if arrays else result

@@ -205,7 +205,7 @@ def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse
     """Attention through the operators: out, or (out, lse) if `return_lse`."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(functorch.NO_JVP)
-    names = names + as_tensors(operands)
+    names = as_tensors(operands, names)
     scale = 0.0 if options.scale is None else options.scale
     hints = [NO_HINT if x is None else x for x in (operands.max_seqlen_q, operands.max_seqlen_kv)]
     spec = spec_of(options, names, return_lse)
@@ -215,13 +215,13 @@ def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse
     return (out, lse) if return_lse else out
 
 
-def as_tensors(operands: Operands) -> tuple[str, ...]:
-    """Turn an integer seed and offset into tensors, which is what operators take; the names that are new."""
-    new: tuple[str, ...] = ()
+def as_tensors(operands: Operands, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Turn an integer seed and offset into tensors, which is what operators take; all names, with the new ones."""
+    changed = False
     for name in ("seed", "offset"):
         value = getattr(operands, name)
         if isinstance(value, int) and value != 0:
             signed = value - 2**64 if value >= 2**63 else value
             setattr(operands, name, torch.full((), signed, dtype=torch.int64, device=operands.q.device))
-            new = (*new, name)
-    return new
+            changed = True
+    return operands.present() if changed else names

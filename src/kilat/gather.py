@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from kilat.dropout import Dropout
 from kilat.masks import Mask
 from kilat.numpy_door import as_tensor
 from kilat.scores import ScoreModifier, in_order
+from kilat.structure import Structured
 from kilat.validate_basic import fail
 
 if TYPE_CHECKING:
@@ -23,33 +25,59 @@ Modifiers = tuple["Mask | None", tuple[ScoreModifier, ...], DropoutKind, float]
 """Structures of mask and scores, kind of dropout, its p: four fields of Options, in parts."""
 
 
+_memo: dict[int, tuple[weakref.ref[Any], Structured, tuple[Tensor, ...]]] = {}
+"""By id of a mask or score: the object, its structure, its tensors. An entry goes when its object does."""
+
+_structures: dict[Structured, Structured] = {}
+MAX_STRUCTURES = 4096
+
+
+def parts_of(x: Structured) -> tuple[Any, tuple[Tensor, ...]]:
+    """The structure and the tensors of a mask or score; equal structures are one object, so that an id finds a plan."""
+    entry = _memo.get(id(x))
+    if entry is not None and entry[0]() is x:
+        return entry[1], entry[2]
+    structure, tensors = x.structure(), _tensors(x.tensors())
+    if len(_structures) >= MAX_STRUCTURES:
+        _structures.clear()
+    structure = _structures.setdefault(structure, structure)
+    key = id(x)
+    _memo[key] = weakref.ref(x, lambda _: _memo.pop(key, None)), structure, tensors
+    return structure, tensors
+
+
 def modifiers(mask: Any, scores: Any, sink: Any, dropout: Any, operands: Operands) -> Modifiers:
     """What mask, scores and dropout say without their tensors, which go into `operands`.
 
     Raises TypeError for objects of other kinds, ValueError for two of one built-in score.
     """
-    if mask is not None and not isinstance(mask, Mask):
-        fail(TypeError, "mask must be a kilat mask or None (a bool tensor goes into Dense)", type=type(mask).__name__)
-    structure: Mask | None = mask
+    structure: Mask | None = None
     if mask is not None:
-        tensors = mask.tensors()
-        if tensors:
-            operands.mask_tensors = _tensors(tensors)
-            structure = mask.structure()
+        if not isinstance(mask, Mask):
+            wanted = "mask must be a kilat mask or None (a bool tensor goes into Dense)"
+            fail(TypeError, wanted, type=type(mask).__name__)
+        structure, operands.mask_tensors = _taken_apart(mask)
     ordered: tuple[ScoreModifier, ...] = ()
     if scores != ():
         ordered = _scores(scores, operands)
     operands.sink = sink
-    kind, p = ("", 0.0) if dropout is None else _dropout(dropout, operands)
-    return structure, ordered, kind, p
+    if dropout is None:
+        return structure, ordered, "", 0.0
+    return structure, ordered, *_dropout(dropout, operands)
+
+
+def _taken_apart(x: Structured) -> tuple[Any, tuple[Tensor, ...]]:
+    if torch.compiler.is_compiling():  # a tracer reads the object itself, to guard on what it holds
+        return x.structure(), _tensors(x.tensors())
+    return parts_of(x)
 
 
 def _scores(scores: Sequence[ScoreModifier], operands: Operands) -> tuple[ScoreModifier, ...]:
     if not isinstance(scores, list | tuple | ScoreModifier):
         fail(TypeError, "scores must be a sequence of Softcap, Alibi, Bias and Score", type=type(scores).__name__)
-    ordered = in_order(scores)
-    operands.score_tensors = tuple([_tensors(score.tensors()) for score in ordered])
-    return tuple([score.structure() for score in ordered])
+    parts = [_taken_apart(score) for score in in_order(scores)]
+    operands.score_tensors = tuple([tensors for _, tensors in parts])
+    return tuple([structure for structure, _ in parts])
 
 
 def _tensors(values: tuple[Any, ...]) -> tuple[Tensor, ...]:

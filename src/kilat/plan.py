@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kilat import config
 from kilat.dispatch import choose
+from kilat.problem import present_names
 from kilat.validate import problem_of
 from kilat.validate_values import check_values, has_values
 from kilat.views import Fix, fixes_of
@@ -58,6 +62,14 @@ class Plan:
         return problem
 
 
+_known_names = functools.lru_cache(maxsize=1024)(present_names)
+
+
+def names_of(operands: Operands) -> tuple[str, ...]:
+    """`operands.present()`, remembered (but not where a tracer looks on)."""
+    return operands.present() if torch.compiler.is_compiling() else _known_names(*operands.given())
+
+
 def gradients(options: Options, names: tuple[str, ...], wanted: tuple[bool, ...]) -> frozenset[str]:
     """`Problem.grad_of` for the operands marked in `wanted`."""
     found: set[str] = set()
@@ -76,8 +88,13 @@ def lookup(options: Options, operands: Operands, names: tuple[str, ...], grad: b
     """The plan of a call; made, with every check, if it is new. `grad`: gradients may be asked for."""
     q, k, v = operands.q, operands.k, operands.v
     try:
+        # Structures by id: gather.py makes equal ones one object, which the plan that is found here keeps alive.
+        scores = options.scores
         key: tuple[Any, ...] = (
-            options,
+            options.layout,
+            id(options.mask),
+            tuple([id(score) for score in scores]) if scores else (),
+            options[3:],
             q.shape,
             q.stride(),
             q.dtype,
@@ -97,10 +114,15 @@ def lookup(options: Options, operands: Operands, names: tuple[str, ...], grad: b
                 wanted = (q.requires_grad, k.requires_grad, v.requires_grad)
         else:
             extras = operands.flatten(names)
-            key += (names, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras[3:]])
+            for x in extras[3:]:
+                key += (x.shape, x.stride(), x.dtype, x.device)
+            key += (names,)
             if grad:
                 wanted = tuple([x.requires_grad for x in extras])
-        key += (wanted if True in wanted else (), operands.out is not None and _meta(operands.out))
+        if True in wanted:
+            key += (wanted,)
+        if operands.out is not None:
+            key += ("out", *_meta(operands.out))
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Something is not a strided tensor, or an option cannot be hashed: validation says which, in its own words.

@@ -145,27 +145,40 @@ class Operands:
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
 
+    def optional(self) -> tuple[Any, ...]:
+        """The operands that `OPTIONAL_TENSORS` names, None where there is no tensor."""
+        seed, offset = self.seed, self.offset
+        return (
+            self.sink,
+            self.cu_seqlens_q,
+            self.cu_seqlens_kv,
+            self.seqlens_q,
+            self.seqlens_kv,
+            self.page_table,
+            self.k_scale,
+            self.v_scale,
+            self.keep,
+            None if isinstance(seed, int) else seed,
+            None if isinstance(offset, int) else offset,
+        )
+
     def present(self) -> tuple[str, ...]:
         """The names of the tensors given, in a fixed order; `mask.1` and `score.0.2` name those of masks and scores."""
-        names = ["q", "k", "v"]
-        names += [name for name in OPTIONAL_TENSORS if getattr(self, name) is not None]
-        names += [name for name in ("seed", "offset") if not isinstance(getattr(self, name), int)]
-        names += [f"score.{n}.{i}" for n, group in enumerate(self.score_tensors) for i in range(len(group))]
-        names += [f"mask.{i}" for i in range(len(self.mask_tensors))]
-        return tuple(names)
+        return present_names(*self.given())
+
+    def given(self) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
+        """What the names follow from: which optional operands are given, and how many tensors scores and masks have."""
+        optional = tuple([x is not None for x in self.optional()])
+        return optional, tuple([len(group) for group in self.score_tensors]), len(self.mask_tensors)
 
     def flatten(self, names: tuple[str, ...]) -> list[Tensor]:
         """The tensors that `names` (from `present`) name, in that order."""
-        tensors: list[Tensor] = [self.q, self.k, self.v]
-        for name in names[3:]:
-            kind, _, index = name.partition(".")
-            if kind == "mask":
-                tensors.append(self.mask_tensors[int(index)])
-            elif kind == "score":
-                n, _, i = index.partition(".")
-                tensors.append(self.score_tensors[int(n)][int(i)])
-            else:
-                tensors.append(getattr(self, name))
+        tensors = [self.q, self.k, self.v]
+        if len(names) > 3:
+            tensors += [x for x in self.optional() if x is not None]
+            for group in self.score_tensors:
+                tensors += group
+            tensors += self.mask_tensors
         return tensors
 
     @staticmethod
@@ -198,8 +211,19 @@ OPTIONAL_TENSORS = (
     "k_scale",
     "v_scale",
     "keep",
+    "seed",
+    "offset",
 )
-"""Names of the operands beside q, k, v that are a tensor or None (`out` is the caller's buffer, no input)."""
+"""Names of the operands beside q, k, v that may be a tensor (`out` is the caller's buffer, no input)."""
+
+
+def present_names(given: tuple[bool, ...], score_counts: tuple[int, ...], mask_count: int) -> tuple[str, ...]:
+    """What `Operands.present` returns, from `Operands.given`."""
+    names = ["q", "k", "v"]
+    names += [name for name, there in zip(OPTIONAL_TENSORS, given, strict=True) if there]
+    names += [f"score.{n}.{i}" for n, count in enumerate(score_counts) for i in range(count)]
+    names += [f"mask.{i}" for i in range(mask_count)]
+    return tuple(names)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,31 +45,22 @@ def _values(x: Tensor) -> NDArray[np.int32]:
 
 
 def _check_offsets(name: str, offsets: Tensor, total_name: str, total: int) -> None:
-    values = _values(offsets)
+    values: list[int] = offsets.tolist()
+    if values[0] == 0 and values[-1] <= total and values == sorted(values):
+        return
     if values[0] != 0:
-        fail(ValueError, f"{name} must start at 0", **{f"{name}[0]": int(values[0])})
-    falls = values[1:] < values[:-1]
-    if falls.any():
-        at = int(falls.argmax())
-        got = {f"{name}[{at}]": int(values[at]), f"{name}[{at + 1}]": int(values[at + 1])}
-        fail(ValueError, f"{name} must never decrease", **got)
-    if values[-1] > total:
-        fail(
-            ValueError,
-            f"{name} must end at {total_name} or before",
-            **{f"{name}[-1]": int(values[-1]), total_name: total},
-        )
+        fail(ValueError, f"{name} must start at 0", **{f"{name}[0]": values[0]})
+    for n, (a, b) in enumerate(itertools.pairwise(values)):
+        if b < a:
+            fail(ValueError, f"{name} must never decrease", **{f"{name}[{n}]": a, f"{name}[{n + 1}]": b})
+    fail(ValueError, f"{name} must end at {total_name} or before", **{f"{name}[-1]": values[-1], total_name: total})
 
 
 def _check_lengths(name: str, lengths: Tensor, limit_name: str, limit: int) -> None:
-    values = _values(lengths)
-    if values.size and (values.min() < 0 or values.max() > limit):
-        at = int(((values < 0) | (values > limit)).argmax())
-        fail(
-            ValueError,
-            f"{name} must be from 0 to {limit_name}",
-            **{f"{name}[{at}]": int(values[at]), limit_name: limit},
-        )
+    values: list[int] = lengths.tolist()
+    for b, value in enumerate(values):
+        if not 0 <= value <= limit:
+            fail(ValueError, f"{name} must be from 0 to {limit_name}", **{f"{name}[{b}]": value, limit_name: limit})
 
 
 def check_pages(page_table: Tensor, lengths: Tensor, page_size: int, num_pages: int) -> None:
