@@ -61,9 +61,11 @@ def build_scores(m: Module, geo: Geometry) -> Function:
 
 
 def build_softmax(m: Module, geo: Geometry) -> Function:
-    """softmax(S, bits, masked, nb, max, sum, O, width): a row of S becomes P = exp(S - max).
+    """softmax(S, bits, masked, nb, max, sum, O, width): one row.
 
-    P is 0 behind nb and where hidden.     FlashAttention-2, algorithm 1, lines 8 to 10; max and sum are scalars, O (width vectors) is scaled if max rises.
+    S becomes P = exp(S - max), 0 behind nb and where hidden.
+
+    FlashAttention-2, algorithm 1, lines 8 to 10; max and sum are scalars, O (width vectors) is scaled if max rises.
     """
     vec, t, vs = geo.vector, geo.compute, range(geo.vectors)
     with m.function("softmax", [PTR, PTR, I64, I64, PTR, PTR, PTR, I64]) as f:
