@@ -1,0 +1,141 @@
+"""Tables of the results in benchmarks/results: JSON written by `kilat bench --json`, nothing typed by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from markdown_table import table
+
+Document = dict[str, Any]
+NOTHING = "No result has been committed yet. `kilat bench --suite cpu` measures your machine."
+CONTENDERS = ("kilat", "sdpa")
+
+
+def documents(folder: Path) -> list[tuple[str, Document]]:
+    """(path below `folder`, content) of every JSON result, by path."""
+    found = sorted(folder.rglob("*.json")) if folder.is_dir() else []
+    return [(path.relative_to(folder).as_posix(), json.loads(path.read_text(encoding="utf-8"))) for path in found]
+
+
+def is_speed(document: Document) -> bool:
+    """Whether it is a report of `kilat bench` with times."""
+    return "groups" in document and "rows" in document
+
+
+def is_memory(document: Document) -> bool:
+    """Whether it is a report of the memory suite."""
+    return document.get("suite") == "cpu-memory"
+
+
+def provenance(document: Document) -> str:
+    """One paragraph: processor, threads, versions, revision, date, command, and what disturbed the run."""
+    device, versions, git = (document.get(name) or {} for name in ("device", "versions", "git"))
+    command = re.sub(r" --json \S+", "", str(document.get("command", "")))
+    features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in device.get("features", [])]
+    parts = [
+        f"{device.get('model', 'unknown processor')} ({', '.join(features) or device.get('architecture', '')})",
+        f"{device.get('threads')} threads",
+        ", ".join(f"{name} {versions[name]}" for name in ("torch", "llvmlite", "python") if name in versions),
+        f"kilat at {git['commit'][:10]}{' with local changes' if git['dirty'] else ''}" if git else "",
+        str(document.get("date", ""))[:10],
+        f"`{command}`" if command else "",
+    ]
+    load, threads = device.get("load_average"), device.get("threads")
+    if load is not None and threads and load > threads:
+        parts.append(f"other work was running: load average {load} before the run")
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def groups(document: Document, detailed: bool) -> str:
+    """Geometric means of sdpa / kilat; by direction and dtype, and if `detailed` by head_dim and mask too."""
+    rows = [
+        [g["name"], _number(g["ratio"]), _number(g["smallest"]), f"{g['measured']} of {g['cells']}"]
+        for g in document["groups"]
+        if detailed or len(g["name"].split()) == 2
+    ]
+    return table(["group", "sdpa / kilat", "smallest", "cells"], rows, right=(1, 2, 3))
+
+
+def slower(document: Document) -> str:
+    """A sentence with every cell in which torch was faster."""
+    timed = [row for row in document["rows"] if row["ratio"] is not None]
+    lost = sorted((row["ratio"], row["cell"]["name"]) for row in timed if round(row["ratio"], 2) < 1)
+    if not lost:
+        return f"torch was faster in none of {len(timed)} cells."
+    listed = "; ".join(f"{name} ({ratio:.2f})" for ratio, name in lost)
+    return f"torch was faster in {len(lost)} of {len(timed)} cells: {listed}."
+
+
+def _speed(document: Document) -> str:
+    rows: list[list[str]] = []
+    for row in document["rows"]:
+        seconds, allowed = row["seconds"], row["allowed"]
+        errors = row["errors"].get("kilat", {})
+        worst = max((error / allowed[name] for name, error in errors.items() if allowed[name]), default=None)
+        times = [_number(seconds[who]["median"] * 1e3) if who in seconds else "-" for who in CONTENDERS]
+        share = row["share_of_limit"]
+        shown = "-" if share is None else f"{share:.0%}"
+        rows.append([row["cell"]["name"], *times, _number(row["ratio"]), shown, _number(worst)])
+    header = ["cell", "kilat, ms", "sdpa, ms", "sdpa / kilat", "of the limit", "error / allowed"]
+    text = table(header, rows, right=range(1, 6))
+    missing = [f"{who}, {row['cell']['name']}: {why}" for row in document["rows"] for who, why in _untimed(row)]
+    if missing:
+        text += "\n\nNot timed:\n\n" + "\n".join(f"- {line}" for line in missing)
+    limits = document.get("limits", {})
+    shown = [f"{name.replace('_', ' ')} {_rate(name, value)}" for name, value in limits.items()]
+    return text + (f"\n\nLimits measured in the same run: {', '.join(shown)}." if shown else "")
+
+
+def _untimed(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return list(row["not_timed"].items())
+
+
+def _rate(name: str, value: float) -> str:
+    return f"{value / 1e9:.0f} GB/s" if name == "read" else f"{value / 1e9:.0f} GFLOP/s"
+
+
+def _mib(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.1f}"
+
+
+def _memory(document: Document) -> str:
+    by_cell: dict[str, dict[str, Any]] = {}
+    for row in document["rows"]:
+        by_cell.setdefault(row["cell"]["name"], {})[row["contender"]] = row
+    rows: list[list[str]] = []
+    for name, found in by_cell.items():
+        extra = [_mib(found[who]["extra_bytes"]) if who in found else "-" for who in CONTENDERS]
+        rows.append([name, _mib(next(iter(found.values()))["output_bytes"]), *extra])
+    header = ["cell", "outputs, MiB", "kilat, MiB above", "sdpa, MiB above"]
+    return table(header, rows, right=range(1, 4))
+
+
+def summary(folder: Path) -> str:
+    """For the front page: group means of every run of the suite `cpu`, and where torch was faster."""
+    parts = [
+        f"{groups(document, detailed=False)}\n\n{slower(document)} Measured on: {provenance(document)}"
+        for _, document in documents(folder)
+        if is_speed(document) and document["suite"] == "cpu"
+    ]
+    return "\n\n".join(parts) or NOTHING
+
+
+def results(folder: Path) -> str:
+    """Every result: provenance, means, cells."""
+    parts: list[str] = []
+    for name, document in documents(folder):
+        if is_speed(document):
+            body = f"{groups(document, detailed=True)}\n\n{slower(document)}\n\n{_speed(document)}"
+        elif is_memory(document):
+            body = _memory(document)
+        else:
+            body = "No table is made of this kind of result; the file holds its numbers."
+        parts.append(f"## {name.removesuffix('.json')}\n\n{provenance(document)}\n\n{body}")
+    return "\n\n".join(parts) or NOTHING

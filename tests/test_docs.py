@@ -1,0 +1,182 @@
+"""Pages say what is so: their examples run, their tables are those of the code, their links lead somewhere.
+
+Every block marked `python` in README.md and docs/ is run; the blocks of one page share their names, top to bottom. A
+block that is only to be read is marked `text`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import linecache
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kilat
+from kilat.masks import Mask
+from kilat.scores import ScoreModifier
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+SNIPPET = re.compile(r'^ *--8<-- "(?P<path>[^":]+)(?::(?P<name>\w+))?" *$', re.MULTILINE)
+LINK = re.compile(r"\[[^\]\n]+\]\((?P<target>[^)\s#]+)(?:#[\w-]*)?\)")
+
+
+def page_id(page: Path) -> str:
+    """The page's path below the root."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def snippet(match: re.Match[str]) -> str:
+    """The lines of another file that a page shows, as the docs build does it."""
+    text = (ROOT / match["path"]).read_text(encoding="utf-8")
+    if match["name"]:
+        start, end = (text.index(f"--8<-- [{edge}:{match['name']}]") for edge in ("start", "end"))
+        text = "\n".join(text[start:end].splitlines()[1:-1])
+    return text
+
+
+def examples(page: Path) -> list[tuple[int, str]]:
+    """(first line, code) of every block marked python."""
+    text, found = page.read_text(encoding="utf-8"), []
+    for match in FENCE.finditer(text):
+        if match["info"].strip() == "python":
+            body = re.sub(rf"^{match['indent']}", "", match["body"], flags=re.MULTILINE)
+            found.append((text.count("\n", 0, match.start("body")) + 1, SNIPPET.sub(snippet, body)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Any:
+    """What imports a module of scripts/."""
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(ROOT / "scripts"))
+    yield importlib.import_module
+    patch.undo()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=page_id)
+def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every python block of a page runs, in order, as one program."""
+    module = types.ModuleType("page")  # dataclasses look their module up by name
+    monkeypatch.setitem(sys.modules, "page", module)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    for line, code in examples(page):
+        name = f"{page_id(page)}:{line}"
+        # Tracebacks and inspect.getsource find the code where the page has it.
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        exec(compile(code, name, "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page: Path) -> None:
+    """Relative links of pages exist."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = [match["target"] for match in LINK.finditer(text)]
+    missing = [t for t in targets if ":" not in t and not (page.parent / t).exists()]
+    assert not missing
+
+
+def test_tables_are_up_to_date(scripts: Any) -> None:
+    """What scripts/docs_tables.py would write is what stands there."""
+    tables = scripts("docs_tables")
+    stale = [page_id(page) for page in tables.pages() if tables.filled(page.read_text(encoding="utf-8")) != _text(page)]
+    assert not stale, "run: python scripts/docs_tables.py"
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def test_every_block_is_somewhere(scripts: Any) -> None:
+    """No table is made for nothing, and an unknown one raises."""
+    tables = scripts("docs_tables")
+    shown = {m["name"] for page in tables.pages() for m in tables.BLOCK.finditer(_text(page))}
+    assert shown == set(tables.BLOCKS)
+    with pytest.raises(ValueError, match=r"block must be one of .* got nonsense"):
+        tables.filled("<!-- begin nonsense -->\n<!-- end nonsense -->")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """docs/api.md names everything that `kilat` exports, and nothing that it does not have."""
+    named = set(re.findall(r"^::: kilat\.(\w+)$", _text(ROOT / "docs" / "api.md"), re.MULTILINE))
+    assert set(kilat.__all__) - {"__version__"} <= named
+    for name in named:
+        assert hasattr(kilat, name) or importlib.import_module(f"kilat.{name}")
+
+
+def test_the_matrix_asks_for_every_mask_and_score(scripts: Any) -> None:
+    """A mask or score that is exported has a row."""
+    support = scripts("support_table")
+    z = support.Sizes(2, 8, support.SEQLEN, support.SEQLEN, torch.Generator().manual_seed(0))
+    asked = {type(make(z)).__name__ for _, make in support.MASKS}
+    asked |= {type(make(z)).__name__ for _, makes in support.SCORES for make in makes}
+    kinds = [getattr(kilat, name) for name in kilat.__all__ if isinstance(getattr(kilat, name), type)]
+    exported = {kind.__name__ for kind in kinds if issubclass(kind, Mask | ScoreModifier)}
+    assert exported <= asked
+
+
+def test_the_cpu_refuses_quantised_pages_only(scripts: Any) -> None:
+    """The list of refusals is complete: any other is a hole in the backend."""
+    answers = scripts("support_table").ask()
+    refused = [(v.name, answers.verdict(v, "cpu")) for v in answers.values if answers.verdict(v, "cpu")[0] != "yes"]
+    assert [name for name, _ in refused] == ["quantised pages"]
+
+
+def _report(ratio: float, **row: Any) -> dict[str, Any]:
+    """A small result in the form that `kilat bench --json` writes."""
+    name = "forward float32 full N=128 D=64 B=1 H=2"
+    cell: dict[str, Any] = {
+        "cell": {"name": name},
+        "errors": {"kilat": {"out": 1e-7}},
+        "allowed": {"out": 4e-7},
+        "seconds": {"kilat": {"median": 1e-3}, "sdpa": {"median": ratio * 1e-3}},
+        "not_timed": {},
+        "ratio": ratio,
+        "share_of_limit": 0.5,
+    }
+    return {
+        "suite": "cpu",
+        "command": "kilat bench --suite cpu --json result.json",
+        "date": "2026-01-02T03:04:05+00:00",
+        "versions": {"torch": "2.13.0", "python": "3.11.1"},
+        "device": {"model": "A Processor", "features": ["avx2"], "threads": 2, "load_average": 0.1},
+        "git": {"commit": "0123456789abcdef", "dirty": False},
+        "groups": [{"name": "forward float32", "ratio": ratio, "smallest": ratio, "cells": 1, "measured": 1}],
+        "rows": [cell | row],
+    }
+
+
+def test_benchmark_tables_say_where_torch_is_faster(scripts: Any, tmp_path: Path) -> None:
+    """Numbers come from the files, losses are named, and nothing is there where there are no files."""
+    tables = scripts("benchmark_table")
+    assert tables.summary(tmp_path / "none") == tables.results(tmp_path / "none") == tables.NOTHING
+    (tmp_path / "cpu").mkdir()
+    path = tmp_path / "cpu" / "speed.json"
+    path.write_text(json.dumps(_report(0.5, not_timed={"other": "ValueError: no"})), encoding="utf-8")
+    summary, results = tables.summary(tmp_path), tables.results(tmp_path)
+    assert "torch was faster in 1 of 1 cells: forward float32 full N=128 D=64 B=1 H=2 (0.50)" in summary
+    assert "A Processor (avx2); 2 threads; torch 2.13.0" in summary
+    assert "`kilat bench --suite cpu`" in summary
+    assert "other work was running" not in summary
+    assert "| 1.00 | 0.50 | 0.50 | 50% | 0.25 |" in results
+    assert "- other, forward float32 full N=128 D=64 B=1 H=2: ValueError: no" in results
+    path.write_text(json.dumps(_report(2.0)), encoding="utf-8")
+    assert "torch was faster in none of 1 cells." in tables.summary(tmp_path)
+
+
+def test_pages_build_without_warnings(tmp_path: Path) -> None:
+    """`make docs` succeeds."""
+    pytest.importorskip("mkdocs", reason="mkdocs comes with requirements/docs.txt")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
