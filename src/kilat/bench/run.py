@@ -15,6 +15,8 @@ from kilat.bench.verify import Verdict, expect, verify
 
 Makers = Mapping[str, Callable[[Cell, Inputs], Contender]]
 OURS = "kilat"
+# On a quiet machine medians of these calls stay within a few percent of the minimum.
+UNSTEADY = 1.5
 
 
 @dataclass
@@ -41,6 +43,17 @@ class Row:
         return min(peers) / self.timings[OURS].median
 
     @property
+    def ratio_of_minima(self) -> float | None:
+        """The same from the shortest calls, which other programs disturb least."""
+        peers = [timing.minimum for name, timing in self.timings.items() if name != OURS]
+        return min(peers) / self.timings[OURS].minimum if OURS in self.timings and peers else None
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether some contender's median is far above its minimum: something else had the cores."""
+        return any(timing.median > UNSTEADY * timing.minimum for timing in self.timings.values())
+
+    @property
     def work(self) -> int:
         """What the limit counts: bytes read for a decode, floating-point operations otherwise."""
         return self.cell.bytes_read if self.cell.direction == "decode" else self.cell.flops
@@ -59,6 +72,8 @@ class Row:
             "seconds": {name: vars(timing) for name, timing in self.timings.items()},
             "not_timed": self.not_timed,
             "ratio": self.ratio,
+            "ratio_of_minima": self.ratio_of_minima,
+            "unsteady": self.unsteady,
             "achieved": {name: self.achieved(name) for name in self.timings},
             "limit": self.limit,
             "share_of_limit": achieved / self.limit if achieved is not None and self.limit else None,

@@ -11,6 +11,7 @@ from kilat.cli.output import ThreadsOption, print_json, progress, seconds, set_t
 
 if TYPE_CHECKING:
     from kilat.bench.cells import Cell
+    from kilat.bench.footprint import Footprint
     from kilat.bench.run import Row
 
 
@@ -40,7 +41,7 @@ def _rate(row: Row, name: str) -> str:
 
 
 def _show_speed(rows: list[Row], limits: dict[str, float]) -> None:
-    from kilat.bench.run import OURS, group_rows
+    from kilat.bench.run import OURS, UNSTEADY, group_rows
 
     made = table("Median time", "cell", "kilat", "sdpa", "sdpa / kilat", "kilat reaches, of limit", "error / allowed")
     for row in rows:
@@ -50,6 +51,12 @@ def _show_speed(rows: list[Row], limits: dict[str, float]) -> None:
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
         made.add_row(row.cell.name, *times, ratio, _rate(row, OURS), error)
     show(made)
+    unsteady = [row for row in rows if row.unsteady]
+    if unsteady:
+        show(
+            f"busy machine: in {len(unsteady)} of {len(rows)} cells a median is over {UNSTEADY} times the minimum; "
+            "such times are not worth quoting, run again when nothing else runs"
+        )
     for row in rows:
         for name, reason in row.not_timed.items():
             show(f"not timed: {name}, {row.cell.name}: {reason}")
@@ -62,7 +69,7 @@ def _show_speed(rows: list[Row], limits: dict[str, float]) -> None:
         show(f"limit: {what} {limit / 1e9:.0f} {unit}")
 
 
-def _run_speed(name: str, cells: list[Cell], reps: int) -> tuple[dict[str, object], bool]:
+def _run_speed(name: str, cells: list[Cell], reps: int, quiet: bool) -> tuple[dict[str, object], bool]:
     from kilat.bench.run import report, run_cells
 
     with progress() as bar:
@@ -72,12 +79,25 @@ def _run_speed(name: str, cells: list[Cell], reps: int) -> tuple[dict[str, objec
             bar.update(task, advance=1, description=row.cell.name)
 
         rows, limits = run_cells(cells, reps=reps, on_cell=on_cell)
-    _show_speed(rows, limits)
+    if not quiet:
+        _show_speed(rows, limits)
     return report(rows, limits, name), all(row.ok for row in rows)
 
 
-def _run_memory(name: str, cells: list[Cell]) -> tuple[dict[str, object], bool]:
-    from kilat.bench.footprint import CONTENDERS, Footprint, footprint
+def _show_memory(rows: list[Footprint]) -> None:
+    from kilat.bench.footprint import CONTENDERS
+
+    made = table("Peak memory above inputs and outputs", "cell", "outputs", *CONTENDERS)
+    for ours, peer in zip(rows[::2], rows[1::2], strict=True):
+        made.add_row(ours.cell.name, size(ours.output_bytes), size(ours.extra_bytes), size(peer.extra_bytes))
+    show(made)
+    for row in rows:
+        if row.reason:
+            show(f"no number: {row.contender}, {row.cell.name}: {row.reason}")
+
+
+def _run_memory(name: str, cells: list[Cell], quiet: bool) -> tuple[dict[str, object], bool]:
+    from kilat.bench.footprint import CONTENDERS, footprint
     from kilat.bench.machine import provenance
 
     rows: list[Footprint] = []
@@ -88,13 +108,8 @@ def _run_memory(name: str, cells: list[Cell]) -> tuple[dict[str, object], bool]:
                 bar.update(task, description=f"{contender}: {cell.name}")
                 rows.append(footprint(cell, contender))
                 bar.advance(task)
-    made = table("Peak memory above inputs and outputs", "cell", "outputs", *CONTENDERS)
-    for ours, peer in zip(rows[::2], rows[1::2], strict=True):
-        made.add_row(ours.cell.name, size(ours.output_bytes), size(ours.extra_bytes), size(peer.extra_bytes))
-    show(made)
-    for row in rows:
-        if row.reason:
-            show(f"no number: {row.contender}, {row.cell.name}: {row.reason}")
+    if not quiet:
+        _show_memory(rows)
     document: dict[str, object] = {"schema": 1, "suite": name, **provenance(), "rows": [row.to_json() for row in rows]}
     return document, all(not row.reason for row in rows if row.contender == "kilat")
 
@@ -107,7 +122,7 @@ def bench(
     dtype: Annotated[list[str] | None, typer.Option("--dtype", help="For --shape; default float32, bfloat16.")] = None,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="For --shape: leave the backward out.")] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the full result to this file; - prints it.")
+        Path | None, typer.Option("--json", help="Write the full result to this file; - prints only that.")
     ] = None,
     threads: ThreadsOption = None,
     reps: Annotated[int, typer.Option("--reps", min=1, help="Rounds in which the contenders take turns.")] = 7,
@@ -120,11 +135,14 @@ def bench(
     name, cells = _choose(suite, shape or [], dtype or ["float32", "bfloat16"], forward_only)
     if json_path is not None and str(json_path) != "-" and not json_path.absolute().parent.is_dir():
         raise ValueError(f"json must be a file in an existing folder; got {json_path}")
-    document, ok = _run_memory(name, cells) if name == "cpu-memory" else _run_speed(name, cells, reps)
-    if json_path is not None:
-        if str(json_path) == "-":
-            print_json(document)
-        else:
-            json_path.write_text(to_json(document) + "\n")
+    quiet = str(json_path) == "-"
+    if name == "cpu-memory":
+        document, ok = _run_memory(name, cells, quiet)
+    else:
+        document, ok = _run_speed(name, cells, reps, quiet)
+    if quiet:
+        print_json(document)
+    elif json_path is not None:
+        json_path.write_text(to_json(document) + "\n")
     if not ok:
         raise typer.Exit(1)

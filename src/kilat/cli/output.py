@@ -53,8 +53,9 @@ def progress() -> Progress:
 
 
 def table(title: str, *columns: str, left: int = 1) -> Table:
-    """Return an empty table whose first `left` columns are text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold")
+    """Print a title and return an empty table whose first `left` columns are text and whose others are numbers."""
+    show(title)  # not the table's own, which would fold to its width
+    made = Table()
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index < left else "right", overflow="fold")
     return made
