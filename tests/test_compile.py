@@ -14,7 +14,7 @@ from kilat import compiled
 from kilat.plan import PLAIN
 from kilat.problem import Operands, Options
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses parts of torch that it deprecates
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch uses what it deprecates
 
 
 @pytest.fixture(autouse=True)
