@@ -117,7 +117,7 @@ AXES: dict[str, dict[str, Change]] = {
     },
     "dtype": {name: _set(dtype=getattr(torch, name)) for name in ("float32", "bfloat16", "float16", "float64")},
     "out_dtype": {"that of q": _set(), "float32": _set(out_dtype=torch.float32)},
-    "heads": {f"{q} to {kv}": _set(heads=(q, kv)) for q, kv in ((8, 8), (8, 2), (8, 1))},
+    "query to key/value heads": {f"{q} to {kv}": _set(heads=(q, kv)) for q, kv in ((8, 8), (8, 2), (8, 1))},
     "head_dim": {
         **{
             str(d) if d == dv else f"{d} (values {dv})": _set(head_dims=(d, dv))
