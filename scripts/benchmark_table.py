@@ -1,4 +1,4 @@
-"""Tables of the results in benchmarks/results: JSON written by `kilat bench --json`, nothing typed by hand."""
+"""Tables of the results in benchmarks/: JSON that commands wrote, nothing typed by hand."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ def is_memory(document: Document) -> bool:
     return document.get("suite") == "cpu-memory"
 
 
+def is_long(document: Document) -> bool:
+    """Whether it is what examples/long_document.py writes."""
+    return "length" in document and "forward" in document
+
+
 def provenance(document: Document) -> str:
     """One paragraph: processor, threads, versions, revision, date, command, and what disturbed the run."""
     device, versions, git = (document.get(name) or {} for name in ("device", "versions", "git"))
     command = re.sub(r" --json \S+", "", str(document.get("command", "")))
+    if is_long(document):
+        command = "python examples/long_document.py" + command.removeprefix("kilat")
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in device.get("features", [])]
     parts = [
         f"{device.get('model', 'unknown processor')} ({', '.join(features) or device.get('architecture', '')})",
@@ -63,13 +70,15 @@ def groups(document: Document, detailed: bool) -> str:
     return table(["group", "sdpa / kilat", "smallest", "cells"], rows, right=(1, 2, 3))
 
 
-def slower(document: Document) -> str:
-    """A sentence with every cell in which torch was faster."""
+def slower(document: Document, most: int | None = None) -> str:
+    """A sentence with the cells in which torch was faster, the worst first, all or at `most` so many."""
     timed = [row for row in document["rows"] if row["ratio"] is not None]
     lost = sorted((row["ratio"], row["cell"]["name"]) for row in timed if round(row["ratio"], 2) < 1)
     if not lost:
         return f"torch was faster in none of {len(timed)} cells."
-    listed = "; ".join(f"{name} ({ratio:.2f})" for ratio, name in lost)
+    listed = "; ".join(f"{name} ({ratio:.2f})" for ratio, name in lost[:most])
+    if most is not None and len(lost) > most:
+        listed += f"; and {len(lost) - most} more"
     return f"torch was faster in {len(lost)} of {len(timed)} cells: {listed}."
 
 
@@ -82,7 +91,8 @@ def _speed(document: Document) -> str:
         times = [_number(seconds[who]["median"] * 1e3) if who in seconds else "-" for who in CONTENDERS]
         share = row["share_of_limit"]
         shown = "-" if share is None else f"{share:.0%}"
-        rows.append([row["cell"]["name"], *times, _number(row["ratio"]), shown, _number(worst)])
+        name = row["cell"]["name"] + (" (unsteady)" if row.get("unsteady") else "")
+        rows.append([name, *times, _number(row["ratio"]), shown, _number(worst)])
     header = ["cell", "kilat, ms", "sdpa, ms", "sdpa / kilat", "of the limit", "error / allowed"]
     text = table(header, rows, right=range(1, 6))
     missing = [f"{who}, {row['cell']['name']}: {why}" for row in document["rows"] for who, why in _untimed(row)]
@@ -105,9 +115,12 @@ def _mib(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:.1f}"
 
 
-def _memory(document: Document) -> str:
+def _memory(document: Document, longest_only: bool = False) -> str:
     by_cell: dict[str, dict[str, Any]] = {}
+    longest = max((row["cell"]["seqlen_kv"] for row in document["rows"]), default=0)
     for row in document["rows"]:
+        if longest_only and row["cell"]["seqlen_kv"] < longest:
+            continue
         by_cell.setdefault(row["cell"]["name"], {})[row["contender"]] = row
     rows: list[list[str]] = []
     for name, found in by_cell.items():
@@ -117,13 +130,31 @@ def _memory(document: Document) -> str:
     return table(header, rows, right=range(1, 4))
 
 
-def summary(folder: Path) -> str:
-    """For the front page: group means of every run of the suite `cpu`, and where torch was faster."""
-    parts = [
-        f"{groups(document, detailed=False)}\n\n{slower(document)} Measured on: {provenance(document)}"
-        for _, document in documents(folder)
-        if is_speed(document) and document["suite"] == "cpu"
+def _long(document: Document) -> str:
+    rows = [
+        [name, f"{found['seconds']:.1f}", f"{found['flops_per_second'] / 1e9:.0f}", _mib(found["extra_bytes"])]
+        for name in ("forward", "backward")
+        if (found := document.get(name))
     ]
+    size = f"{document['length']:,} tokens, {document['heads']} heads, {document['dtype']}, causal"
+    errors = document.get("errors", {})
+    shares = [f"{name} {found['error'] / found['allowed']:.2f}" for name, found in errors.items() if found["allowed"]]
+    header = ["one call", "seconds", "GFLOP/s", "MiB above inputs and outputs"]
+    return f"{size}. Error over its budget on sampled rows: {', '.join(shares)}.\n\n" + table(header, rows, range(1, 4))
+
+
+def summary(folder: Path) -> str:
+    """For the front page: group means of every run of the suite `cpu`, where torch was faster, and memory."""
+    parts: list[str] = []
+    found = [document for _, document in documents(folder)]
+    for document in found:
+        if is_speed(document) and document["suite"] == "cpu":
+            means = groups(document, detailed=False)
+            parts.append(f"{means}\n\n{slower(document, most=6)} Measured on: {provenance(document)}")
+    for document in found:
+        if is_memory(document):
+            text = f"Peak memory above inputs and outputs: {provenance(document)}"
+            parts.append(f"{text}\n\n{_memory(document, longest_only=True)}")
     return "\n\n".join(parts) or NOTHING
 
 
@@ -135,6 +166,8 @@ def results(folder: Path) -> str:
             body = f"{groups(document, detailed=True)}\n\n{slower(document)}\n\n{_speed(document)}"
         elif is_memory(document):
             body = _memory(document)
+        elif is_long(document):
+            body = _long(document)
         else:
             body = "No table is made of this kind of result; the file holds its numbers."
         parts.append(f"## {name.removesuffix('.json')}\n\n{provenance(document)}\n\n{body}")

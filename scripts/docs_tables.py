@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and docs/ from the code and from the results in benchmarks/results.
+"""Fill the tables of README.md and docs/ from the code and from the results in benchmarks/.
 
 A block stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is between is replaced.
 
@@ -18,7 +18,7 @@ import benchmark_table
 import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(?P<begin><!-- begin (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end (?P=name) -->)", re.DOTALL)
 
 BLOCKS: dict[str, Callable[[], str]] = {

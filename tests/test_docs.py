@@ -174,6 +174,29 @@ def test_benchmark_tables_say_where_torch_is_faster(scripts: Any, tmp_path: Path
     assert "torch was faster in none of 1 cells." in tables.summary(tmp_path)
 
 
+def test_memory_and_long_documents_have_tables(scripts: Any, tmp_path: Path) -> None:
+    """Peaks of both contenders side by side; one call on a very long sequence."""
+    tables = scripts("benchmark_table")
+    cells = [{"name": f"forward N={n}", "seqlen_kv": n} for n in (1024, 4096)]
+    rows = [
+        {"cell": cell, "contender": who, "extra_bytes": extra, "output_bytes": 2**20}
+        for cell in cells
+        for who, extra in (("kilat", 2**21), ("sdpa", None))
+    ]
+    memory = {"suite": "cpu-memory", "command": "kilat bench --suite cpu-memory", "rows": rows}
+    call = {"seconds": 61.04, "flops_per_second": 5e10, "extra_bytes": 3 * 2**20, "output_bytes": 0}
+    long = {"length": 131072, "heads": 8, "dtype": "float32", "forward": call, "command": "kilat --backward"}
+    for name, document in (("memory", memory), ("long", long | {"errors": {"out": {"error": 1.0, "allowed": 4.0}}})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    summary, results = tables.summary(tmp_path), tables.results(tmp_path)
+    assert "| forward N=4096 | 1.0 | 2.0 | - |" in summary
+    assert "N=1024" not in summary
+    assert "| forward N=1024 | 1.0 | 2.0 | - |" in results
+    assert "| forward | 61.0 | 50 | 3.0 |" in results
+    assert "131,072 tokens, 8 heads, float32, causal. Error over its budget on sampled rows: out 0.25." in results
+    assert "`python examples/long_document.py --backward`" in results
+
+
 def test_pages_build_without_warnings(tmp_path: Path) -> None:
     """`make docs` succeeds."""
     pytest.importorskip("mkdocs", reason="mkdocs comes with requirements/docs.txt")
