@@ -153,6 +153,8 @@ def test_two_masks_of_two_intervals_cannot_use_the_query_index() -> None:
             return ((self.kv_start, self.kv_stop), (self.kv_start, self.kv_stop))
 
     assert (visible(ByIndex() & Causal(), 0, 0, 3, 3) == np.tri(3, dtype=bool)).all()
+    # intervals of a user may share keys, which count once: half a block twice is not a full block
+    assert block_classes(ByIndex(), 1, 1, 4, 4, 1, 2).tolist() == [[[[1, 0], [2, 0], [2, 1], [2, 2]]]]
     with pytest.raises(ValueError, match="must not use the query index i; got byindex"):
         decompose(Window(1, 1, first=1) & ByIndex())
 
