@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -206,6 +209,26 @@ def test_problem_tells_static_from_dynamic(backend: str) -> None:
     assert a.compile_key() == b.compile_key()
     assert isinstance(a, Problem)
     assert hash(Options("dense")) == hash(Options("dense"))
+
+
+def test_threads_share_plans(backend: str) -> None:
+    clear()
+    calls = [(make(1 + n % 3, 3 + n % 4), kilat.Window(n % 5, 0)) for n in range(24)]
+    wanted = [kilat.attention(*args, mask=mask, backend=backend) for args, mask in calls]
+    clear()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda call: kilat.attention(*call[0], mask=call[1], backend=backend), calls))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_mask_leaves_nothing_behind(backend: str) -> None:
+    bias = torch.zeros(5, 7)
+    score = kilat.Bias(bias)
+    kilat.attention(*make(), scores=(score,), backend=backend)
+    gone = weakref.ref(bias)
+    del bias, score
+    gc.collect()
+    assert gone() is None
 
 
 def test_public_names_exist(backend: str) -> None:

@@ -11,7 +11,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import kilat
+from kilat import functorch
 from kilat.backends import registry
+from kilat.plan import PLAIN
+from kilat.problem import Operands, Options
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -58,6 +61,15 @@ def test_gradcheck_ragged(backend: str) -> None:
         return out, lse.clamp(min=-50.0)  # rows that see nothing have lse = -inf, whose differences are no numbers
 
     assert torch.autograd.gradcheck(f, (q, k, v), fast_mode=True)
+
+
+def test_gradcheck_through_the_functorch_door(backend: str) -> None:
+    options = Options("dense", kilat.Causal(), (), 0.4, backend=backend)
+
+    def f(*qkv: Any) -> Any:
+        return functorch.run(options, Operands(*qkv), PLAIN, True)
+
+    assert torch.autograd.gradcheck(f, make(), fast_mode=True)
 
 
 def test_only_what_is_asked_is_computed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,32 @@ def test_masks(name: str) -> None:
     assert torch.equal(got[1], want[1])
 
 
+def _even(b: Any, h: Any, q_pos: Any, j: Any) -> Any:
+    return (q_pos - j) % 2 == 0
+
+
+INSIDE: dict[str, Any] = {
+    "documents": lambda ids: {"mask": kilat.Documents(ids) & kilat.Causal()},
+    "prefix": lambda ids: {"mask": kilat.Prefix(ids[:3])},
+    "predicate": lambda ids: {"mask": kilat.Predicate(_even)},
+    "score": lambda ids: {"scores": [kilat.Score(lambda s, b, h, q_pos, j: s - 0.1 * abs(q_pos - j))]},
+    "alibi": lambda ids: {"mask": kilat.Window(3, 0), "scores": (kilat.Alibi(torch.full((2,), 0.5)),)},
+    "keep": lambda ids: {"dropout": kilat.Dropout(0.2, keep=torch.ones(ids.shape, dtype=torch.bool))},
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_objects_made_inside(name: str) -> None:
+    def f(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return kilat.attention(q, k, v, **INSIDE[name](ids), backend="reference")
+
+    g = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (7, 9, 12):
+        args = [torch.randn(3, n, 2, 4) for _ in "qkv"] + [torch.zeros(n, dtype=torch.int32)]
+        assert torch.equal(g(*args), f(*args))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_another_mask_is_another_result() -> None:
     def f(q: Any, k: Any, v: Any, mask: Any) -> Any:
         return kilat.attention(q, k, v, mask=mask, backend="reference")

@@ -10,6 +10,7 @@ from helpers import BACKENDS
 
 import kilat
 from kilat import compiled
+from kilat.backends import registry
 from kilat.plan import PLAIN
 from kilat.problem import Options
 
@@ -109,6 +110,23 @@ def test_ragged(backend: str) -> None:
         return kilat.ragged_attention(q, k, v, cu, cu, mask=kilat.Causal(), backend=backend)
 
     compare(f, (draw(N, 5, 4, 3), draw(N, 5, 2, 3), draw(N, 5, 2, 3)), (0, 0, 0))
+
+
+def test_one_call_where_that_says_the_same(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    target = registry.get(backend)
+    original = target.forward
+    monkeypatch.setattr(target, "forward", lambda p, o: (calls.append(p.batch), original(p, o))[1])
+
+    def f(q: Any, k: Any, v: Any, sink: Any, bias: Any) -> Any:
+        more: dict[str, Any] = {"sink": sink, "scores": (kilat.Bias(bias),), "mask": kilat.Window(2, 2)}
+        return kilat.attention(q, k, v, **more, backend=backend)
+
+    sink, bias = draw(4), draw(3, 4)
+    torch.func.vmap(f, in_dims=(0, 0, 0, None, None))(*qkv(), sink, bias)
+    assert calls == [2 * N]
+    torch.func.vmap(f, in_dims=(0, 0, 0, 0, None))(*qkv(), draw(N, 4), bias)
+    assert calls == [2 * N] + [2] * N
 
 
 def test_nested(backend: str) -> None:

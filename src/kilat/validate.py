@@ -239,7 +239,7 @@ def _assemble(options: Options, operands: Operands, batch: int, grad_of: frozens
         batch=batch,
         seqlen_q=q.shape[0] if q.dim() == 3 else q.shape[1],
         seqlen_kv=_seqlen_kv(options.layout, operands),
-        scale=head_dim**-0.5 if options.scale is None else options.scale,
+        scale=head_dim**-0.5 if options.scale is None else 1.0 * options.scale,
         dropout_p=options.dropout_p,
         num_splits=options.num_splits,
     )
