@@ -36,36 +36,56 @@ def _tile(f: Function, number: int) -> Value:
     return f.const(number, I8)
 
 
+def _places(c: Value, pitch: Value) -> list[Value]:
+    """The four tiles of a 32 x 32 block of C, numbers 0 to 3."""
+    below = c.at(pitch * _ROWS)
+    return [c, c.at(_TILE_BYTES), below, below.at(_TILE_BYTES)]
+
+
+def tile_zero(f: Function) -> None:
+    """The block of C in the tile registers becomes 0."""
+    for t in range(4):
+        f.intrinsic("llvm.x86.tilezero", VOID, _tile(f, t))
+
+
+def tiles_load(f: Function, c: Value, pitch: Value) -> None:
+    """Load a 32 x 32 block of C into the tile registers."""
+    for t, place in enumerate(_places(c, pitch)):
+        f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), place, pitch)
+
+
+def tiles_store(f: Function, c: Value, pitch: Value) -> None:
+    """Store the block of C that the tile registers hold."""
+    for t, place in enumerate(_places(c, pitch)):
+        f.intrinsic("llvm.x86.tilestored64", VOID, _tile(f, t), place, pitch)
+
+
+def tile_products(f: Function, a: Value, a_pitch: Value, b: Value, b_pitch: Value) -> None:
+    """C += A B for A[32][STEP] and B[STEP / 2 pairs][32]."""
+    for t, place, pitch in (
+        (4, a, a_pitch),  # A[16 rows][32]
+        (6, b, b_pitch),  # B[16 pairs][16 columns]
+        (7, b.at(_TILE_BYTES), b_pitch),
+        (5, a.at(a_pitch * _ROWS), a_pitch),
+    ):
+        f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), place, pitch)
+    for t, x, y in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
+        f.intrinsic("llvm.x86.tdpbf16ps", VOID, _tile(f, t), _tile(f, x), _tile(f, y))
+
+
 def build_dot_amx(m: Module, name: str, accumulate: bool) -> Function:
     """dot(A, a_pitch, B, b_pitch, C, c_pitch, rows, columns, k): C (+)= A B, by 32 x 32 blocks; pitches in bytes."""
     with m.function(name, [PTR, I64, PTR, I64, PTR, I64, I64, I64, I64]) as f:
         a, a_pitch, b, b_pitch, c, c_pitch, rows, columns, k = f.args
         with f.range(0, rows, BLOCK) as i, f.range(0, columns, BLOCK) as j:
             corner = c.at(i * c_pitch + j * 4)
-            places = [
-                corner,
-                corner.at(_TILE_BYTES),
-                corner.at(c_pitch * _ROWS),
-                corner.at(c_pitch * _ROWS).at(_TILE_BYTES),
-            ]
-            for t, place in enumerate(places):  # tiles 0..3: C[16 x 16] four times
-                if accumulate:
-                    f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), place, c_pitch)
-                else:
-                    f.intrinsic("llvm.x86.tilezero", VOID, _tile(f, t))
+            if accumulate:
+                tiles_load(f, corner, c_pitch)
+            else:
+                tile_zero(f)
             with f.range(0, k, STEP) as kk:
-                left, right = a.at(i * a_pitch + kk * 2), b.at((kk >> 1) * b_pitch + j * 4)
-                for t, place, pitch in (
-                    (4, left, a_pitch),  # A[16 rows][32]
-                    (5, left.at(a_pitch * _ROWS), a_pitch),
-                    (6, right, b_pitch),  # B[16 pairs][16 columns]
-                    (7, right.at(_TILE_BYTES), b_pitch),
-                ):
-                    f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), place, pitch)
-                for t, x, y in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
-                    f.intrinsic("llvm.x86.tdpbf16ps", VOID, _tile(f, t), _tile(f, x), _tile(f, y))
-            for t, place in enumerate(places):
-                f.intrinsic("llvm.x86.tilestored64", VOID, _tile(f, t), place, c_pitch)
+                tile_products(f, a.at(i * a_pitch + kk * 2), a_pitch, b.at((kk >> 1) * b_pitch + j * 4), b_pitch)
+            tiles_store(f, corner, c_pitch)
     return f
 
 

@@ -35,7 +35,7 @@ FORWARD = Params(
     *("lse", "lse_b", "lse_n", "lse_h"),  # lse_n: bytes from query to query, always the element size
     *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
     *("at_q", "at_out", "at_max", "at_sum", "at_calm", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
-    *("at_p", "at_vt"),  # bfloat16 kernel only
+    *("at_p", "at_vt", "at_kinds", "at_strips", "at_jobs"),  # bfloat16 kernel only
 )
 
 # head0 .. head0 + heads: query heads; first, count: queries; two key ranges [lo, hi)
@@ -109,7 +109,8 @@ def build(isa: Isa, compute: Type) -> str:
 def _build_tile(m: Module, parts: Parts) -> Function:
     """tile(P, seq, b, h, i0, nr, j0, nb, kind, bits, bad, QT, OT, max, sum, calm, scratch).
 
-    One key tile for one query block. kind: the class of mask_bits (1 partial, 2 all visible); bad: the V tile holds NaN or inf.
+    One key tile for one query block. kind: the class of mask_bits (1 partial, 2 all visible); bad: the V tile holds
+    NaN or inf.
     """
     block, steps = parts.block, parts.steps
     pitch = block.lanes * block.compute.bytes
@@ -210,11 +211,16 @@ class Worker:
         self.blocks = self.per_head * get["heads"]
         with f.range(0, self.blocks) as s:
             self._start(s)
+        self._all_keys(task)
+        with f.range(0, self.blocks) as s:
+            self._store(s)
+
+    def _all_keys(self, task: Value) -> None:
+        """All key tiles of the task's two ranges."""
+        f, get = self.f, self.get
         for r in ("0", "1"):
             with f.range(get["lo" + r], get["hi" + r], BLOCK_KV) as j0:
                 self._keys(j0, f.minimum(get["hi" + r] - j0, f.const(BLOCK_KV, I64)))
-        with f.range(0, self.blocks) as s:
-            self._store(s)
 
     def _sub(self, s: Value) -> tuple[Value, Value, Value]:
         """(query head, first query, number of queries) of sub-block s."""
