@@ -86,6 +86,16 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_lists_and_tables_start_after_an_empty_line(page: Path) -> None:
+    """Otherwise the docs build takes them for text, where a forge shows them as they were meant."""
+    blocks = re.split(r"\n\s*\n", FENCE.sub("", page.read_text(encoding="utf-8")))
+    first = [(block.split("\n")[0], block) for block in blocks if block.strip()]
+    marks = re.compile(r"^(?:[-*|]|\d+\.) ", re.MULTILINE)
+    glued = [block for line, block in first if not re.match(r"[#\s]|[-*|] |\d+\. |<!--", line) and marks.search(block)]
+    assert not glued
+
+
 def test_tables_are_up_to_date(scripts: Any) -> None:
     """What scripts/docs_tables.py would write is what stands there."""
     tables = scripts("docs_tables")
