@@ -36,7 +36,7 @@ def build(isa: Isa, compute: Type) -> str:
     rows = (build_delta_rows(m, parts), build_finish_rows(m, parts))
     for name, callee in zip(("run_deltas", "run_finish"), rows, strict=True):
         with m.function(name, [PTR], exported=True) as f:
-            _Rows(f, parts).run(callee)
+            Rows(f, parts).run(callee)
     with m.function("run_chunks", [PTR], exported=True) as f:
         worker = Main(f, parts, rows)
         worker.each_task(CHUNKS, worker.task)
@@ -109,7 +109,7 @@ def build_finish_rows(m: Module, parts: Parts) -> Function:
     return f
 
 
-class _Rows(Worker):
+class Rows(Worker):
     """A kernel whose tasks are `ROWS`."""
 
     def run(self, callee: Function) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kilat import config
 from kilat.backends.cpu import backward as kernels
-from kilat.backends.cpu import jit, pool, scratch
+from kilat.backends.cpu import backward_half, jit, pool, scratch
 from kilat.backends.cpu.backward import EXPORTS, scratch_layout
 from kilat.backends.cpu.backward_products import geometry
 from kilat.backends.cpu.backward_scores import score_gradients, sink_gradient
@@ -40,8 +40,10 @@ _Slots = ctypes.c_int64 * (BACKWARD.size + len(_NO_COUNTERS) // 8)
 
 
 @lru_cache(maxsize=64)
-def compiled(isa: Isa, compute: Type) -> dict[str, int]:
-    """Addresses of the kernels for an instruction set and compute type."""
+def compiled(isa: Isa, compute: Type, half: bool) -> dict[str, int]:
+    """Addresses of the kernels for an instruction set and compute type; `half`: those of backward_half."""
+    if half:
+        return jit.compile_module(lambda: backward_half.build(isa), "backward amx", backward_half.EXPORTS, isa)
     return jit.compile_module(lambda: kernels.build(isa, compute), f"backward {compute}", EXPORTS, isa)
 
 
@@ -68,6 +70,7 @@ class Plan:
 
     isa: Isa
     block: Blocking
+    half: bool  # by AMX, see backward_half
     kernels: dict[str, int]
     template: bytes  # parameters, with addresses and strides of q, k, v, out and gradients left 0
     scratch: int  # bytes a thread
@@ -98,8 +101,13 @@ def _make_plan(problem: Problem, o: Operands) -> Plan:
     params = np.zeros(BACKWARD.size, np.int64)
     call.common(params, np.zeros((0, 1), np.int64), geometry(block), isa)
     longest = (int(call.q_len.max(initial=0)), int(call.kv_len.max(initial=0)))
-    sub = chunk_tiles(block, max(problem.head_dim, problem.head_dim_v), longest[1])
-    layout, stride = scratch_layout(block, problem.head_dim, problem.head_dim_v, sub)
+    half, dims = backward_half.supports(problem, isa), (problem.head_dim, problem.head_dim_v)
+    if half:
+        sub = backward_half.chunk_tiles(max(dims), longest[1])
+        layout, stride = backward_half.scratch_layout(*dims, sub)
+    else:
+        sub = chunk_tiles(block, max(dims), longest[1])
+        layout, stride = scratch_layout(block, *dims, sub)
     chunks, splits = chunk_tasks(call, sub * block.lanes * block.vectors)
     most = int(splits.max(initial=1))
     layout |= {"sub": sub, "scratch_stride": stride, "nseqs": problem.batch, "alone": int(most == 1)}
@@ -109,8 +117,8 @@ def _make_plan(problem: Problem, o: Operands) -> Plan:
     there = (o.q.shape[0] if call.ragged_q else o.q.shape[0] * o.q.shape[1],
              o.k.shape[0] if call.ragged_kv else o.k.shape[0] * o.k.shape[1])  # fmt: skip
     return Plan(
-        isa, block, compiled(isa, compute), params.tobytes(), stride, Tasks(row_tasks(call, splits)), Tasks(chunks),
-        most, (call.ragged_q, call.ragged_kv), (used[0] == there[0], used[1] == there[1]),
+        isa, block, half, compiled(isa, compute, half), params.tobytes(), stride, Tasks(row_tasks(call, splits)),
+        Tasks(chunks), most, (call.ragged_q, call.ragged_kv), (used[0] == there[0], used[1] == there[1]),
         longest, call.keep,
     )  # fmt: skip
 
@@ -214,7 +222,8 @@ class Backward:
             strides = byte_strides(dq)
             self._put_acc(dq.data_ptr(), 0, batch * strides[0], strides[-3], strides[-2])
             return
-        pad = -(-p.head_dim // plan.block.lanes) * plan.block.lanes
+        lanes = backward_half.BLOCK if plan.half else plan.block.lanes
+        pad = -(-p.head_dim // lanes) * lanes
         shape = (plan.splits, dq.shape[0] if batch else 1, p.num_heads_q, dq.shape[-3], pad)
         acc = torch.empty(shape, dtype=torch_compute(p))
         split, of_b, of_h, of_n, _ = byte_strides(acc)

@@ -1,0 +1,257 @@
+"""The backward kernels for bfloat16 with AMX tiles: plain problems, that is any mask, but no scores and no dropout.
+
+The same tasks, masks, delta, dQ buffers and determinism as `backward`; what differs is how a chunk of keys meets a
+tile of queries. Q, K, V, dO, P and dS are bfloat16, all sums float32. Per tile S and dP go through scratch in strips
+of 32 queries, dK^T and dV^T are summed a tile at a time, dQ over all the chunk's keys that these queries see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kilat.backends.cpu.backward import CHUNKS, Main, Rows, build_delta_rows, build_finish_rows
+from kilat.backends.cpu.backward_bias import build_sink
+from kilat.backends.cpu.backward_half_tiles import (
+    BLOCK,
+    HALF_ROW,
+    INF,
+    ROW,
+    STRIP,
+    WIDTH,
+    HalfParts,
+    block_load,
+    block_store,
+    build_half_parts,
+    product_step,
+)
+from kilat.backends.cpu.backward_parts import Parts, build_parts
+from kilat.backends.cpu.dots import configure_tiles, release_tiles
+from kilat.backends.cpu.emit import F32, I1, I64, PTR, Function, Module, Value, Var
+from kilat.backends.cpu.tiles_mask import ALL, NONE, PARTIAL
+
+if TYPE_CHECKING:
+    from kilat.backends.cpu.isa import Isa
+    from kilat.problem import Problem
+
+EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_sink")
+
+# Keys whose K, V, dK and dV a task holds at a time, by the larger head size: what leaves room in the L2 cache.
+_CHUNK_KEYS = ((64, 512), (128, 256), (256, 128), (512, 64))
+_TILE_BYTES = WIDTH * HALF_ROW
+
+
+def supports(problem: Problem, isa: Isa) -> bool:
+    """Whether these kernels do this problem on this machine."""
+    half = problem.dtype == "bfloat16" and problem.out_dtype == "bfloat16"
+    return isa.has_amx and half and not problem.scores and not problem.dropout
+
+
+def chunk_tiles(head_dim: int, longest: int) -> int:
+    """Key tiles a chunk, for sequences of at most `longest` keys."""
+    keys = next((n for d, n in _CHUNK_KEYS if head_dim <= d), WIDTH)
+    return max(1, min(keys // WIDTH, -(-longest // WIDTH)))
+
+
+def build(isa: Isa) -> str:
+    """IR of the module; exports `EXPORTS`, each `void name(params)`."""
+    m = Module()
+    parts = build_parts(m, isa, F32)
+    rows = (build_delta_rows(m, parts), build_finish_rows(m, parts))
+    for name, callee in zip(("run_deltas", "run_finish"), rows, strict=True):
+        with m.function(name, [PTR], exported=True) as f:
+            Rows(f, parts).run(callee)
+    half, dq = build_half_parts(m), build_dq(m)
+    with m.function("run_chunks", [PTR], exported=True) as f:
+        configure_tiles(f)
+        worker = HalfMain(f, parts, rows, half, dq)
+        worker.each_task(CHUNKS, worker.task)
+        release_tiles(f)
+    build_sink(m, parts)
+    return m.text()
+
+
+def scratch_layout(head_dim: int, head_dim_v: int, sub: int) -> tuple[dict[str, int], int]:
+    """Byte offsets of a thread's buffers, and the size of all of them; `sub` key tiles a chunk."""
+    pad, pad_v = (-(-d // BLOCK) * BLOCK for d in (head_dim, head_dim_v))
+    sizes = {"at_q": WIDTH * pad * 4, "at_do": WIDTH * pad_v * 4, "at_out": WIDTH * pad_v * 4}
+    sizes |= {"at_qt": pad * HALF_ROW, "at_dot": pad_v * HALF_ROW, "at_rows": WIDTH * max(pad, pad_v) * 4}
+    sizes |= dict.fromkeys(("at_lse", "at_delta"), WIDTH * 4)
+    sizes |= dict.fromkeys(("at_p", "at_ds", "at_raw", "at_tmp"), STRIP * ROW)
+    sizes |= {"at_bits": WIDTH * 8, "at_table": 8 * sub, "at_bad": 16 * sub, "at_dq": WIDTH * pad * 4}
+    sizes |= {"at_keys": sub * _TILE_BYTES}
+    sizes |= dict.fromkeys(("at_k", "at_kt"), sub * pad * HALF_ROW)
+    sizes |= {"at_vt": sub * pad_v * HALF_ROW, "at_dk": sub * pad * ROW, "at_dv": sub * pad_v * ROW}
+    offsets, total = {"at_drop": 0}, 0
+    for name, n in sizes.items():
+        offsets[name] = total
+        total += -(-n // 64) * 64
+    return offsets, -(-total // 4096) * 4096 + 64
+
+
+def build_dq(m: Module) -> Function:
+    """dq(slots, table, dS_n, K, dim, C, c_pitch, rows, add): C[rows][dim] (+)= sum over slots of dS_n K.
+
+    Slot n holds dS_n of key tile table[n]; dim and rows are multiples of 32, `add` is 1 or 0.
+    """
+    with m.function("dq", [I64, PTR, PTR, PTR, I64, PTR, I64, I64, I64]) as f:
+        slots, table, ds, k, dim, c, c_pitch, rows, add = f.args
+        half, k_pitch, k_tile = f.const(HALF_ROW, I64), dim * 4, dim * HALF_ROW
+        with f.range(0, dim, BLOCK) as j, f.range(0, rows, BLOCK) as i:
+            corner = c.at(i * c_pitch + j * 4)
+            block_load(f, corner, c_pitch, add)
+            with f.range(0, slots) as n:
+                left = ds.at(n * _TILE_BYTES + i * HALF_ROW)
+                right = k.at(f.load(I64, table, n * 8) * k_tile + j * 4)
+                for step in (0, 1):
+                    product_step(f, left.at(64 * step), half, right.at(k_pitch * (16 * step)), k_pitch)
+            block_store(f, corner, c_pitch)
+    return f
+
+
+class HalfMain(Main):
+    """dK and dV of a range of keys, and its part of dQ, by AMX."""
+
+    def __init__(
+        self, f: Function, parts: Parts, rows: tuple[Function, Function], half: HalfParts, dq: Function
+    ) -> None:
+        super().__init__(f, parts, rows)
+        self.half, self.dq = half, dq
+        self.pad, self.pad_v = ((x + (BLOCK - 1)) & -BLOCK for x in (self.dim, self.dim_v))
+        self.scale = self.floating("scale")
+
+    def _tile(self, name: str, s: Value, rows: Value, pitch: int) -> Value:
+        """Tile s of a buffer of `rows` rows of `pitch` bytes a tile."""
+        return self.buffer(name).at(s * rows * pitch)
+
+    def _load(self, name: str, source: Value, rows: Value, to: Value) -> Value:
+        """Rows of q, k, v or do as they are, padded to 64; its flags NAN and INF."""
+        dim, pad = (self.dim, self.pad) if name in ("q", "k") else (self.dim_v, self.pad_v)
+        return self.f.call(self.half.load, source, self.read(f"{name}_n"), rows, to, pad * 2, dim)
+
+    def _chunk(self, chunk: Value) -> None:
+        f, at, kv_head = self.f, self.at, self.get["kv_head"]
+        per_chunk = self.sub * WIDTH
+        self.k0 = chunk * per_chunk
+        self.keys = f.minimum(at["kv_len"] - self.k0, per_chunk)
+        self.tiles = (self.keys + (WIDTH - 1)) // WIDTH
+        with f.range(0, self.tiles) as s:
+            self._load_tile(kv_head, s)
+        for name, pad in (("at_dk", self.pad), ("at_dv", self.pad_v)):
+            with f.range(0, self.tiles * pad * ROW, self.vec.bytes) as o:
+                f.store(f.const(0.0, self.vec), self.buffer(name), o)
+        first, stop = self._queries_of_chunk()
+        with f.range(0, self.group) as g, f.range(first & -WIDTH, stop, WIDTH) as i0:
+            self._queries(kv_head * self.group + g, i0)
+        with f.range(0, self.tiles) as s:
+            self._store_tile("dk", kv_head, s, self.dim, self.pitch, self.scale)
+            self._store_tile("dv", kv_head, s, self.dim_v, self.pitch_v, f.const(1.0, F32))
+
+    def _load_tile(self, kv_head: Value, s: Value) -> None:
+        """K^T, V^T and K of a key tile, as pairs."""
+        f, rows, nb = self.f, self.buffer("at_rows"), self._tile_keys(s)
+        token = self.at["kv_token"] + self.k0 + s * WIDTH
+        for n, (name, pad) in enumerate((("k", self.pad), ("v", self.pad_v))):
+            bad = self._load(name, self.base(name, self.b, kv_head, token), nb, rows)
+            f.store(bad, self.buffer("at_bad"), s * 16 + 8 * n)
+            to = self._tile(f"at_{name}t", s, pad, HALF_ROW)
+            f.call(self.half.transpose_words, rows, pad * 2, to, ROW, WIDTH, pad >> 1)
+            if name == "k":
+                f.call(self.half.pairs, rows, pad * 2, self._tile("at_k", s, pad, HALF_ROW))
+
+    def _store_tile(self, name: str, kv_head: Value, s: Value, dim: Value, pitch: Value, scale: Value) -> None:
+        """dK or dV of a key tile: transposed, scaled, converted."""
+        f, rows = self.f, self.buffer("at_rows")
+        pad = self.pad if name == "dk" else self.pad_v
+        with f.when(self.need[name[1]]):
+            source = self._tile("at_" + name, s, pad, ROW)
+            f.call(self.parts.transpose, source, ROW, rows, pitch, pitch >> 2, WIDTH)
+            to = self.base(name, self.b, kv_head, self.at["kv_token"] + self.k0 + s * WIDTH)
+            f.call(self.parts.store_rows, rows, self._tile_keys(s), to, self.read(f"{name}_n"), dim, scale,
+                   self.read("dtype"))  # fmt: skip
+
+    def _queries(self, head: Value, i0: Value) -> None:
+        """All key tiles of the chunk for up to 64 queries, which are brought in when the first one needs them."""
+        f = self.f
+        nr = f.minimum(self.at["q_len"] - i0, WIDTH)
+        loaded, bad_rows, slots = f.var(I64, 0), f.var(I64, 0), f.var(I64, 0)
+        with f.range(0, self.tiles) as s:
+            where = (self.p, self.at["seq"], self.b, head, i0, nr, self.k0 + s * WIDTH, self._tile_keys(s))
+            bits = self.buffer("at_bits")
+            kind = f.call(self.parts.mask_bits, *where, bits)
+            with f.when(kind.ne(NONE)):
+                with f.when(loaded.get().eq(0)):
+                    bad_rows.set(self._load_queries(head, i0, nr))
+                    loaded.set(1)
+                bads = [f.load(I64, self.buffer("at_bad"), s * 16 + o) for o in (0, 8)]
+                bad = bad_rows.get() | bads[0] | bads[1]
+                partial = kind.eq(PARTIAL) | (nr < WIDTH) | (where[-1] < WIDTH)
+                careful = f.var(I1, bad.ne(0) & (partial | (bad & INF).ne(0)))
+                with f.when(careful.get()):
+                    with f.when(kind.eq(ALL)):
+                        f.call(self.half.all_bits, bits, nr, where[-1])
+                    self._exact(head, i0, nr, s)
+                with f.unless(careful.get()):
+                    self._one_tile(s, nr, kind, slots)
+        with f.when(self.need["q"] & slots.get().ne(0)):
+            self._add_dq(self._acc(head, i0), nr, slots.get())
+
+    def _load_queries(self, head: Value, i0: Value, nr: Value) -> Value:
+        """Q, dO, both transposed, lse and delta; the flags of Q and dO."""
+        f, token = self.f, self.at["q_token"] + i0
+        bad = f.const(0, I64)
+        for name, pad in (("q", self.pad), ("do", self.pad_v)):
+            rows = self.buffer("at_" + name)
+            bad = bad | self._load(name, self.base(name, self.b, head, token), nr, rows)
+            f.call(self.half.columns, rows, pad * 2, self.buffer(f"at_{name}t"), pad >> 1)
+        statistics = (self.per_query(n, self.b, head, token) for n in ("lse", "delta"))
+        f.call(self.parts.load_statistics, *statistics, nr, self.buffer("at_lse"), self.buffer("at_delta"))
+        return bad
+
+    def _one_tile(self, s: Value, nr: Value, kind: Value, slots: Var) -> None:
+        """P and dS of a tile, then dV^T += dO^T P and dK^T += Q^T dS."""
+        f = self.f
+        row, half_row, strip, width = (f.const(x, I64) for x in (ROW, HALF_ROW, STRIP, WIDTH))
+        n = slots.get()
+        f.store(s, self.buffer("at_table"), n * 8)
+        slots.set(n + 1)
+        rows_out, queries = self.buffer("at_keys").at(n * _TILE_BYTES), (nr + (STRIP - 1)) & -STRIP
+        scores = (self.buffer("at_raw"), self.buffer("at_tmp"))
+        with f.range(0, queries, STRIP) as r:
+            for name, right, pad, to in (("q", "kt", self.pad, scores[0]), ("do", "vt", self.pad_v, scores[1])):
+                left = self.buffer("at_" + name).at(r * pad * 2)
+                f.call(self.half.product, left, pad * 2, self._tile("at_" + right, s, pad, HALF_ROW), row, to, row,
+                       strip, width, pad)  # fmt: skip
+            args = (*scores, self.buffer("at_lse").at(r * 4), self.buffer("at_delta").at(r * 4),
+                    self.buffer("at_bits").at(r * 8), self.scale, self.buffer("at_p").at((r >> 1) * ROW),
+                    self.buffer("at_ds").at((r >> 1) * ROW), rows_out.at(r * HALF_ROW))  # fmt: skip
+            with f.when(kind.eq(PARTIAL)):
+                f.call(self.half.gradient_masked, *args)
+            with f.unless(kind.eq(PARTIAL)):
+                f.call(self.half.gradient, *args)
+        for name, left, right, pad in (("v", "dot", "p", self.pad_v), ("k", "qt", "ds", self.pad)):
+            with f.when(self.need[name]):
+                f.call(self.half.product_add, self.buffer("at_" + left), half_row, self.buffer("at_" + right), row,
+                       self._tile("at_d" + name, s, pad, ROW), row, pad, width, queries)  # fmt: skip
+
+    def _add_dq(self, acc: Value, nr: Value, slots: Value) -> None:
+        """dQ += dS K; by way of scratch where rows behind nr belong to others."""
+        f, acc_pitch, own = self.f, self.read("acc_n"), self.buffer("at_dq")
+        args = (slots, self.buffer("at_table"), self.buffer("at_keys"), self.buffer("at_k"), self.pad)
+        with f.when(nr.eq(WIDTH)):
+            f.call(self.dq, *args, acc, acc_pitch, WIDTH, 1)
+        with f.unless(nr.eq(WIDTH)):
+            f.call(self.dq, *args, own, self.pad * 4, (nr + (BLOCK - 1)) & -BLOCK, 0)
+            f.call(self.half.add_block, own, self.pad * 4, acc, acc_pitch, nr, self.pitch)
+
+    def _exact(self, head: Value, i0: Value, nr: Value, s: Value) -> None:
+        """A tile pair by pair; what is not asked for goes to a buffer that nobody reads."""
+        f, unread = self.f, self.buffer("at_rows")
+        kt, vt = (self._tile(n, s, pad, HALF_ROW) for n, pad in (("at_kt", self.pad), ("at_vt", self.pad_v)))
+        dq, pitch = f.var(PTR, unread), f.var(I64, self.pad * 4)
+        with f.when(self.need["q"]):
+            dq.set(self._acc(head, i0))
+            pitch.set(self.read("acc_n"))
+        q, do, lse, delta, bits = (self.buffer("at_" + n) for n in ("q", "do", "lse", "delta", "bits"))
+        f.call(self.half.exact, bits, nr, self.dim, self.dim_v, q, do, kt, vt, lse, delta, self.scale,
+               self._tile("at_dk", s, self.pad, ROW), self._tile("at_dv", s, self.pad_v, ROW),
+               dq.get(), pitch.get())  # fmt: skip

@@ -1,0 +1,320 @@
+"""Tile steps of the bfloat16 backward that multiplies with AMX: packing, products, the softmax gradient.
+
+A tile is 64 queries by 64 keys, lanes are keys. A product reads pairs of neighbours along the reduction as 32-bit
+words, and in which order the reduction runs is free: pairs are always 16 rows (or keys) apart, so that two vectors
+make a vector of pairs by a shift and a blend. With r = 32 n + l, l < 16, word l of block n is the pair (r, r + 16):
+
+    K pairs, P, dS   int32 [32 pairs of rows][columns]       operands B
+    Q^T, dO^T, dS_n  int32 [columns or rows][32 pairs]       operands A
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kilat.backends.cpu.emit import F32, I8, I16, I32, I64, PTR, VOID, Function, Module, Value
+from kilat.backends.cpu.math import LOG2_E, polynomial, transpose
+from kilat.backends.cpu.rows import PREFETCH_ROWS, build_transpose
+from kilat.backends.cpu.tiles import from_bits, to_bits
+
+LANES, VECTORS = 16, 4
+WIDTH = 64  # queries and keys of a tile
+STRIP = 32  # queries whose scores stand in scratch at a time
+ROW = WIDTH * 4  # bytes of a row of scores, of pairs and of dK^T and dV^T
+HALF_ROW = WIDTH * 2  # bytes of a row of Q^T, dO^T and dS_n
+VEC, WORDS = F32.vec(LANES), I32.vec(LANES)
+NAN, INF = 1, 2  # flags of rows that hold such a number
+BLOCK = 32  # rows and columns of C that four AMX tiles hold
+
+# 2^r = 1 + c1 r + ... on 0 <= r < 1, fitted as the coefficients in `math`: relative error 3e-6, below that of P
+_EXP2 = (0.6930448457983823, 0.2412801917695691, 0.052242506127099034, 0.013426664124870993)
+_HIGH = -65536
+
+
+# ---- AMX -------------------------------------------------------------------------------------------------------------
+def _number(f: Function, n: int) -> Value:
+    return f.const(n, I8)
+
+
+def _corners(c: Value, pitch: Value) -> list[Value]:
+    """Tiles 0 to 3 of a 32 x 32 block of C."""
+    below = c.at(pitch * 16)
+    return [c, c.at(64), below, below.at(64)]
+
+
+def build_product(m: Module, name: str, accumulate: bool) -> Function:
+    """name(A, a_pitch, B, b_pitch, C, c_pitch, rows, columns, k): C (+)= A B in multiples of 32; pitches in bytes.
+
+    A: bfloat16 [rows][k], B: int32 pairs [k / 2][columns], C: float32 [rows][columns].
+    """
+    with m.function(name, [PTR, I64, PTR, I64, PTR, I64, I64, I64, I64]) as f:
+        a, a_pitch, b, b_pitch, c, c_pitch, rows, columns, k = f.args
+        with f.range(0, rows, BLOCK) as i, f.range(0, columns, BLOCK) as j:
+            corner = c.at(i * c_pitch + j * 4)
+            block_load(f, corner, c_pitch, accumulate)
+            with f.range(0, k, BLOCK) as kk:
+                left, right = a.at(i * a_pitch + kk * 2), b.at((kk >> 1) * b_pitch + j * 4)
+                product_step(f, left, a_pitch, right, b_pitch)
+            block_store(f, corner, c_pitch)
+    return f
+
+
+def block_load(f: Function, c: Value, pitch: Value, add: Value | bool) -> None:
+    """Tiles 0 to 3 become a 32 x 32 block of C if `add` (an int64 that is not 0, or True), else 0."""
+
+    def load() -> None:
+        for t, place in enumerate(_corners(c, pitch)):
+            f.intrinsic("llvm.x86.tileloadd64", VOID, _number(f, t), place, pitch)
+
+    def clear() -> None:
+        for t in range(4):
+            f.intrinsic("llvm.x86.tilezero", VOID, _number(f, t))
+
+    if isinstance(add, Value):
+        with f.when(add.ne(0)):
+            load()
+        with f.when(add.eq(0)):
+            clear()
+    elif add:
+        load()
+    else:
+        clear()
+
+
+def block_store(f: Function, c: Value, pitch: Value) -> None:
+    """Tiles 0 to 3 go to a 32 x 32 block of C."""
+    for t, place in enumerate(_corners(c, pitch)):
+        f.intrinsic("llvm.x86.tilestored64", VOID, _number(f, t), place, pitch)
+
+
+def product_step(f: Function, a: Value, a_pitch: Value, b: Value, b_pitch: Value) -> None:
+    """Tiles 0 to 3 += A B for 32 rows of A, 32 numbers along the reduction and 32 columns of B."""
+    for t, place, pitch in ((4, a, a_pitch), (6, b, b_pitch), (7, b.at(64), b_pitch), (5, a.at(a_pitch * 16), a_pitch)):
+        f.intrinsic("llvm.x86.tileloadd64", VOID, _number(f, t), place, pitch)
+    for t, x, y in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
+        f.intrinsic("llvm.x86.tdpbf16ps", VOID, _number(f, t), _number(f, x), _number(f, y))
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+def build_load_half(m: Module) -> Function:
+    """load_half(base, stride, rows, dst, pitch, dim) -> NAN and INF flags: 64 bfloat16 rows as they are.
+
+    dst[r][0 : pitch / 2] = row r, zero behind dim and behind `rows`; pitch is a multiple of 64 bytes.
+    """
+    wide = I16.vec(32)
+    with m.function("load_half", [PTR, I64, I64, PTR, I64, I64], I64) as f:
+        base, stride, rows, dst, pitch, dim = f.args
+        whole, nans, infinities = dim & -32, f.var(I32, 0), f.var(I32, 0)
+        tail = f.iota(wide) < f.splat(f.cast("trunc", dim - whole, I16), 32)
+
+        def put(x: Value, to: Value) -> None:
+            magnitude = x & 0x7FFF
+            nans.set(nans.get() | f.bitcast(magnitude > 0x7F80, I32))
+            infinities.set(infinities.get() | f.bitcast(magnitude.eq(0x7F80), I32))
+            f.store(x, to)
+
+        with f.range(0, rows) as r:
+            src, to = base.at(r * stride), dst.at(r * pitch)
+            ahead = src.at(stride * PREFETCH_ROWS)
+            with f.range(0, whole * 2, 64) as o:
+                f.prefetch(ahead.at(o))
+                put(f.load(wide, src, o), to.at(o))
+            with f.when(whole < dim):
+                put(f.masked_load(wide, src.at(whole * 2), tail), to.at(whole * 2))
+        with f.range(rows * pitch, pitch * WIDTH, 64) as o:
+            f.store(f.const(0, wide), dst, o)
+        zero = f.const(0, I64)
+        flags = (f.select(x.get().ne(0), f.const(n, I64), zero) for x, n in ((nans, NAN), (infinities, INF)))
+        f.ret_value(next(flags) | next(flags))
+    return f
+
+
+def pack(low: Value, high: Value) -> Value:
+    """Two vectors of float32 bits, already with half a unit added, as one vector of bfloat16 pairs."""
+    return (low >> 16) | (high & _HIGH)
+
+
+def rounded(f: Function, x: Value) -> Value:
+    """float32 bits plus half a unit of bfloat16: cut, they are rounded to nearest, ties away from zero.
+
+    A NaN stays one, since those that arithmetic makes have their low bits clear.
+    """
+    return f.bitcast(x, WORDS) + 0x8000
+
+
+def build_columns(m: Module) -> Function:
+    """columns(src, pitch, dst, words): Q^T or dO^T of 64 rows of `words` 32-bit words (a multiple of 16)."""
+    with m.function("columns", [PTR, I64, PTR, I64]) as f:
+        src, pitch, dst, words = f.args
+        with f.range(0, words, LANES) as w, f.range(0, 2) as n:
+            for odd in (0, 1):
+                rows = []
+                for i in range(LANES):
+                    at = src.at((n * BLOCK + i) * pitch + w * 4)
+                    one, two = f.load(WORDS, at), f.load(WORDS, at.at(pitch * 16))
+                    rows.append(pack(one, two) if odd else (one & 0xFFFF) | (two << 16))
+                for i, row in enumerate(transpose(f, rows)):
+                    f.store(row, dst.at((w + i) * (2 * HALF_ROW) + n * 64), odd * HALF_ROW)
+    return f
+
+
+def build_pairs(m: Module) -> Function:
+    """pairs(src, pitch, dst): 64 bfloat16 rows of `pitch` bytes as int32 [32 pairs of rows][pitch / 2]."""
+    with m.function("pairs", [PTR, I64, PTR]) as f:
+        src, pitch, dst = f.args
+        with f.range(0, 2) as n, f.range(0, LANES) as i, f.range(0, pitch, 32) as o:
+            at = src.at((n * BLOCK + i) * pitch + o)
+            low, high = (
+                f.cast("zext", f.load(I16.vec(LANES), x), WORDS) for x in (at, at.at(pitch * 16))
+            )  # fmt: skip
+            f.store(low | (high << 16), dst.at((n * LANES + i) * pitch * 2), o * 2)
+    return f
+
+
+# ---- softmax gradient ------------------------------------------------------------------------------------------------
+def probability(f: Function, s: Value, scale: Value, lse: Value, mask: Value | None) -> Value:
+    """p = exp(scale s - lse), at most 1 also where s was rounded up; 0 where the mask (int16) is clear; NaN stays NaN.
+
+    2^x = 2^floor(x) p(x - floor(x)) in AVX-512's own instructions.
+    """
+    x = f.minimum(f.const(0.0, VEC), f.fma(s, scale, -lse)) * LOG2_E
+    everything, current, down = f.const(-1, I16), f.const(4, I32), f.const(9, I32)
+    r = f.intrinsic("llvm.x86.avx512.mask.reduce.ps.512", VEC, x, down, x, everything, current)
+    p = polynomial(f, r, [1.0, *_EXP2])
+    kept = everything if mask is None else mask
+    return f.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", VEC, p, x, f.const(0.0, VEC), kept, current)
+
+
+def build_gradient(m: Module, masked: bool) -> Function:
+    """gradient(S, dP, lse, delta, bits, scale, P, dS, dS_n): a strip of 32 queries.
+
+    P = exp(scale S - lse), dS = P (dP - delta), both 0 where a bit is clear. P and dS: 16 rows of pairs of queries;
+    dS_n: 32 rows of pairs of keys. lse, delta and bits start at the strip.
+    """
+    with m.function("gradient_masked" if masked else "gradient", [PTR] * 5 + [F32] + [PTR] * 3) as f:
+        s, dp, lse, delta, bits, factor, p_out, ds_out, rows_out = f.args
+        scale = f.splat(factor, LANES)
+        with f.range(0, LANES) as i:
+            ps: list[list[Value]] = [[], []]
+            grads: list[list[Value]] = [[], []]
+            for half in (0, 1):
+                r = i + 16 * half
+                row_lse, row_delta = (f.splat(f.load(F32, x, r * 4), LANES) for x in (lse, delta))
+                for v in range(VECTORS):
+                    o = r * ROW + v * VEC.bytes
+                    mask = f.load(I16, bits, r * (2 * VECTORS) + 2 * v) if masked else None
+                    p = probability(f, f.load(VEC, s, o), scale, row_lse, mask)
+                    ds = p * (f.load(VEC, dp, o) - row_delta)
+                    if mask is not None:  # a masked pair contributes nothing even if its dp is no number
+                        ds = f.select(from_bits(f, mask, LANES), ds, 0.0)
+                    ps[half].append(rounded(f, p))
+                    grads[half].append(rounded(f, ds))
+            for v in range(VECTORS):
+                f.store(pack(ps[0][v], ps[1][v]), p_out, i * ROW + v * VEC.bytes)
+                f.store(pack(grads[0][v], grads[1][v]), ds_out, i * ROW + v * VEC.bytes)
+            for half in (0, 1):
+                for n in (0, 1):
+                    pair = pack(grads[half][2 * n], grads[half][2 * n + 1])
+                    f.store(pair, rows_out, (i + 16 * half) * HALF_ROW + n * 64)
+    return f
+
+
+# ---- the exact way ---------------------------------------------------------------------------------------------------
+def build_all_bits(m: Module) -> Function:
+    """all_bits(bits, nr, nb): bits of a tile of which all nr x nb pairs are visible."""
+    with m.function("all_bits", [PTR, I64, I64]) as f:
+        bits, nr, nb = f.args
+        with f.range(0, WIDTH) as r, f.range(0, VECTORS) as v:
+            live = f.minimum(f.maximum(f.select(r < nr, nb, f.const(0, I64)) - v * LANES, 0), LANES)
+            word = (f.const(1, I64) << live) - 1
+            f.store(f.cast("trunc", word, I16), bits, r * (2 * VECTORS) + 2 * v)
+    return f
+
+
+def _number_at(f: Function, row: Value, d: Value) -> Value:
+    """Number d of a bfloat16 row, in all lanes."""
+    word = f.cast("zext", f.load(I16, row, d * 2), I32) << 16
+    return f.splat(f.bitcast(word, F32), LANES)
+
+
+def _lanes_at(f: Function, pairs: Value, d: Value, v: Value) -> Value:
+    """16 keys' number d from pairs along d, int32 [dim / 2][64 keys]."""
+    word = f.load(WORDS, pairs, (d >> 1) * ROW + v * VEC.bytes)
+    return f.bitcast(f.select((d & 1).eq(0), word << 16, word & _HIGH), VEC)
+
+
+def build_exact(m: Module) -> Function:
+    """exact(bits, nr, dim, dim_v, Q, dO, KT, VT, lse, delta, scale, dKT, dVT, dQ, dq_pitch): one tile, pair by pair.
+
+    For tiles that hold a number that is not finite: it reaches only what sees it. A score of -inf hides a key.
+    """
+    with m.function("exact", [PTR, I64, I64, I64] + [PTR] * 6 + [F32] + [PTR] * 3 + [I64]) as f:
+        bits, nr, dim, dim_v, q, do, kt, vt, lse, delta, scale, dkt, dvt, dq, dq_pitch = f.args
+        pitch, pitch_v = ((x + (BLOCK - 1) & -BLOCK) * 2 for x in (dim, dim_v))
+        with f.range(0, nr) as r, f.range(0, VECTORS) as v:
+            q_row, do_row, lanes = q.at(r * pitch), do.at(r * pitch_v), v * VEC.bytes
+            s, dp = f.var(VEC, 0.0), f.var(VEC, 0.0)
+            with f.range(0, dim) as d:
+                s.set(f.fma(_number_at(f, q_row, d), _lanes_at(f, kt, d, v), s.get()))
+            with f.range(0, dim_v) as d:
+                dp.set(f.fma(_number_at(f, do_row, d), _lanes_at(f, vt, d, v), dp.get()))
+            row_lse, row_delta = (f.splat(f.load(F32, x, r * 4), LANES) for x in (lse, delta))
+            shown = (s.get() * f.splat(scale, LANES)).ne(-math.inf)
+            seen = f.load(I16, bits, r * (2 * VECTORS) + v * 2) & to_bits(f, shown)
+            mask = from_bits(f, seen, LANES)
+            p = probability(f, s.get(), f.splat(scale, LANES), row_lse, seen)
+            ds = f.select(mask, p * (dp.get() - row_delta), 0.0)
+            for grads, row, x, n in ((dvt, do_row, p, dim_v), (dkt, q_row, ds, dim)):
+                with f.range(0, n) as d:
+                    old = f.load(VEC, grads, d * ROW + lanes)
+                    f.store(f.select(mask, f.fma(x, _number_at(f, row, d), old), old), grads, d * ROW + lanes)
+            with f.range(0, dim) as d:
+                part = f.reduce(f.select(mask, ds * _lanes_at(f, kt, d, v), 0.0), "add")
+                at = dq.at(r * dq_pitch + d * 4)
+                f.store(f.load(F32, at) + part, at)
+    return f
+
+
+def build_add_block(m: Module) -> Function:
+    """add_rows_to(src, src_pitch, dst, dst_pitch, rows, bytes): dst[r] += src[r], float32 rows of whole vectors."""
+    with m.function("add_rows_to", [PTR, I64, PTR, I64, I64, I64]) as f:
+        src, src_pitch, dst, dst_pitch, rows, size = f.args
+        with f.range(0, rows) as r, f.range(0, size, VEC.bytes) as o:
+            to = dst.at(r * dst_pitch)
+            f.store(f.load(VEC, to, o) + f.load(VEC, src.at(r * src_pitch), o), to, o)
+    return f
+
+
+@dataclass(frozen=True)
+class HalfParts:
+    """The emitted functions."""
+
+    product: Function
+    product_add: Function
+    load: Function
+    columns: Function
+    transpose_words: Function
+    pairs: Function
+    gradient: Function
+    gradient_masked: Function
+    all_bits: Function
+    exact: Function
+    add_block: Function
+
+
+def build_half_parts(m: Module) -> HalfParts:
+    """All of them."""
+    return HalfParts(
+        product=build_product(m, "product", accumulate=False),
+        product_add=build_product(m, "product_add", accumulate=True),
+        load=build_load_half(m),
+        columns=build_columns(m),
+        transpose_words=build_transpose(m, I32, LANES, "transpose_words"),
+        pairs=build_pairs(m),
+        gradient=build_gradient(m, masked=False),
+        gradient_masked=build_gradient(m, masked=True),
+        all_bits=build_all_bits(m),
+        exact=build_exact(m),
+        add_block=build_add_block(m),
+    )
