@@ -175,7 +175,7 @@ def test_the_demo_fails_when_the_answer_is_wrong(
     off: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [_long_run("kilat", off), _long_run("sdpa"), _long_run("naive")]
-    monkeypatch.setattr(demo, "_long_runs", lambda *_: runs)
+    monkeypatch.setattr(demo, "_long_runs", lambda *_: (runs, "naive: a note"))
     assert run("demo", "--train-seconds", "0.1") == code
     assert f"the answer is {'WRONG' if code else 'right'}" in capsys.readouterr().out
 

@@ -97,6 +97,15 @@ def test_naive_length_fits_half_of_what_is_free() -> None:
     assert compare.naive_length(1 << 40, 2, 1000) == 1000
 
 
+def test_a_naive_run_that_would_take_minutes_is_shortened() -> None:
+    ones = np.ones((1, 1, 1), np.float32)
+    sdpa = compare.LongRun("sdpa", 32768, 1.0, 0, "a test", 0.0, ones)
+    assert compare.patient_length(32768, sdpa) == 32768
+    slow = replace(sdpa, attention_seconds=12.0)
+    assert compare.patient_length(32768, slow) == 16384
+    assert compare.patient_length(300, slow) == 300
+
+
 def test_long_runs_agree_and_a_wrong_one_is_found() -> None:
     torch.manual_seed(0)
     network = model.ByteTransformer(TINY)

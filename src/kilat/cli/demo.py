@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +43,7 @@ def _train(document: Tensor, train_seconds: float, seed: int) -> tuple[ByteTrans
     from kilat.demo.train import TrainConfig, train
 
     torch.manual_seed(seed)
+    config = TrainConfig(batch=8, context=128, learning_rate=1.5e-3, seconds=train_seconds, seed=seed)
     model = ByteTransformer(ModelConfig())
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
@@ -50,7 +53,8 @@ def _train(document: Tensor, train_seconds: float, seed: int) -> tuple[ByteTrans
             text = f"training with kilat, step {step.step}, loss {step.loss / math.log(2):.2f} bits a byte"
             bar.update(task, completed=step.progress, description=text)
 
-        config = TrainConfig(batch=8, context=128, learning_rate=1.5e-3, seconds=train_seconds, seed=seed)
+        bar.update(task, description="compiling kernels")
+        train(copy.deepcopy(model), document, kilat_attention, replace(config, seconds=None, steps=1))
         reports = train(model, document, kilat_attention, config, on_step)
     return model, reports
 
@@ -62,28 +66,34 @@ def _smooth_losses(reports: list[StepReport], points: int = 8) -> list[float]:
     return [sum(step.loss for step in part) / len(part) / math.log(2) for part in parts]
 
 
-def _long_runs(model: ByteTransformer, document: Tensor, length: int) -> list[LongRun]:
-    """Run the document as one sequence with kilat, with SDPA and, as far as memory goes, naively."""
+def _long_runs(model: ByteTransformer, document: Tensor, length: int) -> tuple[list[LongRun], str]:
+    """Run the document as one sequence with kilat, with SDPA and, as far as memory goes, naively; say how far."""
     from kilat.bench.memory import available_bytes
-    from kilat.demo.compare import naive_length, run_long
+    from kilat.demo.compare import naive_length, patient_length, run_long
     from kilat.demo.data import first_tokens
 
     free = available_bytes()
     # Where the system does not say what is free, 4 GB are assumed: less than any machine that trains has.
-    shorter = naive_length(4 << 30 if free is None else free, model.config.num_heads, length)
+    fitting = naive_length(4 << 30 if free is None else free, model.config.num_heads, length)
     runs: list[LongRun] = []
     with progress() as bar:
         task = bar.add_task("", total=3)
-        for name, rows in (("kilat", length), ("sdpa", length), ("naive", shorter)):
+        for name in ("kilat", "sdpa", "naive"):
+            rows = patient_length(fitting, runs[1]) if name == "naive" else length
             bar.update(task, description=f"{name}: {rows:,} bytes as one sequence")
             tokens = first_tokens(document, rows + 1)
             runs.append(run_long(name, model, tokens, first_layer_only=name == "naive"))
             bar.advance(task)
-    return runs
+    note = f"naive: the first layer alone, at {runs[2].length:,} bytes"
+    if fitting < length:
+        note += f"; the scores of {fitting:,} bytes fill half of the free memory, more does not fit"
+    if runs[2].length < fitting:
+        note += f"; at {fitting:,} bytes it would take more than a minute here"
+    return runs, note
 
 
-def _show_runs(runs: list[LongRun], differences: list[Difference], tolerance: float) -> None:
-    kilat_run, _, naive = runs
+def _show_runs(runs: list[LongRun], note: str, differences: list[Difference], tolerance: float) -> None:
+    kilat_run = runs[0]
     columns = ("attention", "bytes", "model", "attention call", "memory of a call", "error to float64", "bits a byte")
     made = table(f"The document as one sequence of {kilat_run.length:,} bytes", *columns)
     for run in runs:
@@ -102,12 +112,7 @@ def _show_runs(runs: list[LongRun], differences: list[Difference], tolerance: fl
         "memory: peak above inputs and output of the largest attention call, each run in a process of its own "
         f"({kilat_run.memory_method}); error: sampled rows, as a share of the largest |v|, allowed {tolerance:.0e}"
     )
-    if naive.length < kilat_run.length:
-        show(
-            f"naive: one layer at {naive.length:,} bytes, whose scores fill half of the free memory; more does not fit"
-        )
-    else:
-        show("naive: one layer; its scores fit half of the free memory at the full length")
+    show(note)
     for found in differences:
         verdict = "ok" if found.ok else "WRONG"
         show(
@@ -145,7 +150,7 @@ def demo(
         show(f"{source}: {document.numel():,} bytes; {len(reports)} training steps, {seconds(step)} each (median)")
         show("loss in bits a byte: " + " ".join(f"{loss:.2f}" for loss in losses))
         show(f"generated: {PROMPT.decode()}{line}")
-    runs = _long_runs(model, document, length)
+    runs, note = _long_runs(model, document, length)
     differences = [difference(runs[0], peer) for peer in runs[1:]]
     ok = all(found.ok for found in differences) and runs[0].error <= OUTPUT_TOLERANCE
     if as_json:
@@ -155,12 +160,13 @@ def demo(
                 "training": {"steps": len(reports), "step_seconds": step, "loss_bits_per_byte": losses},
                 "generated": PROMPT.decode() + line,
                 "runs": [run.to_json() for run in runs],
+                "naive": note,
                 "differences": [{**vars(found), "ok": found.ok} for found in differences],
                 "ok": ok,
             }
         )
     else:
-        _show_runs(runs, differences, OUTPUT_TOLERANCE)
+        _show_runs(runs, note, differences, OUTPUT_TOLERANCE)
         show("the answer is right" if ok else "the answer is WRONG")
     if not ok:
         raise typer.Exit(1)

@@ -25,6 +25,9 @@ CHECKED_ROWS = 16
 WARMUP_LENGTH = 512
 # Scores, their softmax and a boolean mask: bytes for each pair of positions that the naive form holds at once.
 NAIVE_BYTES_PER_PAIR = 9
+# Seen: a naive call over 26k bytes takes 11 to 15 times as long as SDPA's would; most of it goes into touching memory.
+NAIVE_SLOWDOWN = 15.0
+NAIVE_SECONDS = 45.0
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 
@@ -155,6 +158,14 @@ def naive_length(available: int, num_heads: int, longest: int) -> int:
     """Largest length, in steps of 256 up to `longest`, whose score matrices fit half of the available bytes."""
     pairs = available // 2 // (NAIVE_BYTES_PER_PAIR * num_heads)
     return min(longest, max(256, math.isqrt(pairs) // 256 * 256))
+
+
+def patient_length(fitting: int, sdpa: LongRun) -> int:
+    """Shorten a length that fits the memory, if need be, to one whose naive run should end within NAIVE_SECONDS."""
+    expected = NAIVE_SLOWDOWN * sdpa.attention_seconds * (fitting / sdpa.length) ** 2
+    if expected <= NAIVE_SECONDS:
+        return fitting
+    return min(fitting, max(256, int(fitting * math.sqrt(NAIVE_SECONDS / expected)) // 256 * 256))
 
 
 @dataclass(frozen=True)
