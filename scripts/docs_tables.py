@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import benchmark_table
+import command_table
 import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "support-matrix": support_table.matrix,
     "benchmark-summary": lambda: benchmark_table.summary(RESULTS),
     "benchmark-results": lambda: benchmark_table.results(RESULTS),
+    "commands": command_table.commands,
 }
 
 
