@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from cases import BY_NAME, Case
@@ -26,7 +28,7 @@ def test_split_keys_merge_to_the_whole(backend: str, out_dtype: torch.dtype | No
     case = Case("split", seqlen=(33, 129), heads=(4, 2), sink=True, mask="causal")
     call = build(case)
     outs, lses = [], []
-    for n, (start, stop) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for n, (start, stop) in enumerate(pairwise(cuts)):
         ends = [torch.full((2,), x, dtype=torch.int32) for x in (start, stop)]
         mask, sink = kilat.Causal() & kilat.KeyRange(*ends), call.sink if n == 0 else None
         out, lse = call.run(backend, mask=mask, sink=sink, out_dtype=out_dtype)

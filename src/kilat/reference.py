@@ -31,15 +31,16 @@ def attend(problem: Problem, op: Operands, at: parts.Place, h: int, i: Tensor, m
     s = stages[-1]
     visible = parts.visible(problem, op, at, h, i) & (s != -INF)  # only -inf hides a key
     s = torch.where(visible, s, -INF)
-    lse = torch.logsumexp(s, 1)
-    if op.sink is not None:
-        lse = torch.logaddexp(lse, op.sink[h].double())
-    p = torch.where(visible, torch.exp(s - lse[:, None]), 0.0)
+    # exp(s - max) / sum, and not exp(s - lse): next to scores of 1e300 the log of a sum is lost in lse
+    peak = s.amax(1) if at.kv_len else s.new_full((len(i),), -INF)
+    sink = s.new_tensor(-INF) if op.sink is None else op.sink[h].double()
+    peak = torch.maximum(peak, sink)
+    e = torch.where(visible, torch.exp(s - peak[:, None]), 0.0)
+    total = torch.where(peak == -INF, 1.0, e.sum(1) + torch.exp(sink - peak))
+    lse, p = peak + torch.log(total), torch.where(visible, e / total[:, None], 0.0)
     factor = parts.dropout(problem, op, at, h, i)
     if mode == "rounded":  # kernels store exp(s - max) and divide by the sum at the end
-        peak = torch.where(visible, s, -INF).amax(1) if at.kv_len else lse
-        stored = rounded(torch.where(visible, torch.exp(s - peak[:, None]), 0.0) * factor, op.q.dtype)
-        out = parts.product(stored, visible, v) * torch.exp(peak - lse).nan_to_num(0.0)[:, None]
+        out = parts.product(rounded(e * factor, op.q.dtype), visible, v) / total[:, None]
     else:
         out = parts.product(p * factor, visible, v.abs() if mode == "magnitude" else v)
     return parts.Tile(at, h, i, q, k, v, stages, visible, p, factor, lse, out)
@@ -130,18 +131,6 @@ def backward(
             share = torch.where(sees, torch.exp(op.sink[h].double() - t.lse), 0.0)
             grads.sink[h] += torch.where(sees, share * (dl + sign * delta), 0.0).sum()
     return grads.result(exact)
-
-
-def sampled(
-    problem: Problem, operands: Operands, rows: Tensor, heads: Sequence[int], dout: Tensor, dlse: Tensor | None = None
-) -> tuple[Tensor, Tensor, Grads]:
-    """(out, lse, gradients) in float64 for long sequences: out and lse at some rows, gradients of some query heads.
-
-    rows is int64 [n], inside each sequence. dk and dv need every row, so the backward runs all rows of `heads`, which
-    should hold whole groups (dk and dv sum over a group). Memory O(seqlen), time O(len(heads) seqlen^2).
-    """
-    out, lse = forward(problem, operands, exact=True, rows=rows, heads=heads)
-    return out, lse, backward(problem, operands, None, None, dout, dlse, exact=True, heads=heads)
 
 
 class Reference:
