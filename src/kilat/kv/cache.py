@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kilat.numpy_door import as_tensor, int32_tensor
+from kilat.numpy_door import as_tensor
 from kilat.problem import Operands
-from kilat.validate_basic import check_device, check_int32, check_rank, check_tensor, fail
+from kilat.validate_basic import check_int32, check_tensor, fail
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +82,7 @@ class Cache:
         - rotary: turns k_new to its positions lengths[b] + t first.
 
         Returns the cache. Raises ValueError before anything is written where there is no room; on a GPU what fits is
-        written and `overflow` set.
+        written and `overflow` set, and under torch.compile the index that is too large raises when the step runs.
         """
         from kilat.kv.append import append
 
@@ -98,6 +98,3 @@ def shared(name: str, value: Any) -> Tensor:
     if value.size and tensor.data_ptr() != value.__array_interface__["data"][0]:
         fail(ValueError, f"{name} must have strides that torch can address", strides=value.strides)
     return tensor
-
-
-__all__ = ["Cache", "check_device", "check_rank", "int32_tensor", "shared"]
