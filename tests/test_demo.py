@@ -101,7 +101,7 @@ def test_a_naive_run_that_would_take_minutes_is_shortened() -> None:
     ones = np.ones((1, 1, 1), np.float32)
     sdpa = compare.LongRun("sdpa", 32768, 1.0, 0, "a test", 0.0, ones)
     assert compare.patient_length(32768, sdpa) == 32768
-    slow = replace(sdpa, attention_seconds=12.0)
+    slow = replace(sdpa, attention_seconds=24.0)
     assert compare.patient_length(32768, slow) == 16384
     assert compare.patient_length(300, slow) == 300
 

@@ -25,9 +25,9 @@ CHECKED_ROWS = 16
 WARMUP_LENGTH = 512
 # Scores, their softmax and a boolean mask: bytes for each pair of positions that the naive form holds at once.
 NAIVE_BYTES_PER_PAIR = 9
-# Seen: a naive call over 26k bytes takes 11 to 15 times as long as SDPA's would; most of it goes into touching memory.
-NAIVE_SLOWDOWN = 15.0
-NAIVE_SECONDS = 45.0
+# Seen: a naive call over 25k bytes takes 4 to 15 times as long as one of SDPA; most of it goes into touching memory.
+NAIVE_SLOWDOWN = 10.0
+NAIVE_SECONDS = 60.0
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 
