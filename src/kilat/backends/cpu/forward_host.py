@@ -149,12 +149,12 @@ def _make_plan(problem: Problem, operands: Operands) -> Plan:
         chosen = kernel(isa, compute, variant(problem, isa))
         tasks = forward_tasks.tasks(call, chosen.block, ~few)
         layout = chosen.layout(problem.head_dim, problem.head_dim_v)
-        _add(plan, chosen.address, FORWARD, tasks, geometry(chosen.block), isa, layout)
+        _add(plan, _Target(chosen.address, FORWARD, geometry(chosen.block), layout), tasks, isa)
     if (few & (call.q_len > 0)).any():
         geo = decode_geometry(compute, isa.lanes32 * 4 // compute.bytes)
         tasks, blocks, rows = decode_tasks.tasks(call, few)
         layout = decode.scratch_layout(geo, problem.head_dim, problem.head_dim_v)
-        launch = _add(plan, decode_kernel(isa, compute), DECODE, tasks, geo, isa, layout)
+        launch = _add(plan, _Target(decode_kernel(isa, compute), DECODE, geo, layout), tasks, isa)
         if launch is not None:
             stride = decode.part_bytes(geo, rows, problem.head_dim_v)
             launch.parts, launch.blocks = stride * len(tasks), blocks
@@ -164,21 +164,29 @@ def _make_plan(problem: Problem, operands: Operands) -> Plan:
     return plan
 
 
-def _add(
-    plan: Plan, address: int, names: Params, tasks: NDArray[np.int64], geo: Geometry, isa: Isa,
-    layout: tuple[dict[str, int], int],
-) -> Launch | None:  # fmt: skip
+@dataclass(frozen=True)
+class _Target:
+    """A kernel, what it reads, the tile it works on, and its scratch (offsets, bytes a thread)."""
+
+    address: int
+    names: Params
+    geometry: Geometry
+    layout: tuple[dict[str, int], int]
+
+
+def _add(plan: Plan, target: _Target, tasks: NDArray[np.int64], isa: Isa) -> Launch | None:
     """Add one kernel call to a plan, if there is anything to do."""
     if not len(tasks):
         return None
+    names = target.names
     params = np.zeros(names.size, np.int64)
-    plan.call.common(params, tasks, geo, isa)
+    plan.call.common(params, tasks, target.geometry, isa)
     _put_strides(params, names, plan.call)
     threads = min(torch.get_num_threads(), len(tasks))
-    offsets, stride = layout
+    offsets, stride = target.layout
     for name, offset in (*offsets.items(), ("scratch_stride", stride)):
         params[names.index[name]] = offset
-    launch = Launch(address, names, params.tobytes(), threads, threads * stride)
+    launch = Launch(target.address, names, params.tobytes(), threads, threads * stride)
     plan.launches.append(launch)
     return launch
 
