@@ -115,7 +115,7 @@ def test_a_sick_row_reaches_only_who_sees_it(backend: str, dtype: str, side: str
     rows = torch.arange(200)
     blind_rows = rows < 100 if side in ("k", "v") else rows != 100
     blind = {"q": blind_rows, "out": blind_rows if side != "dout" else rows >= 0, "lse": rows >= 0}
-    blind |= {name: rows > 100 if side in ("q", "dout") else rows < 0 for name in ("k", "v")}
+    blind |= dict.fromkeys(("k", "v"), rows > 100 if side in ("q", "dout") else rows < 0)
     if side in ("q", "k"):
         blind["lse"] = blind_rows
     for name, free in blind.items():

@@ -38,7 +38,7 @@ class BudgetExceededError(AssertionError):
 class Budget:
     """The largest absolute error allowed in one tensor, and where it comes from."""
 
-    rounding: float  # 2 * max |rounded - exact|: storing P, out and dS in the data's type
+    rounding: float  # 2 (1 + 12 / n) max |rounded - exact|: storing P, out and dS in the data's type
     storage: float  # eps * max |exact| + the smallest number: storing the result
     accumulation: float  # 2^-21 * (1 + max |s|) * max(magnitude): arithmetic in float32 (2^-50 in float64)
 
@@ -51,9 +51,11 @@ class Budget:
 def budget(exact: Any, rounded: Any, magnitude: Any, *, dtype: str, accumulate: str, max_score: float) -> Budget:
     """The error budget of one tensor x (out, lse, dq, dk, dv, dsink, dbias or a user tensor's gradient).
 
-    limit = 2 max|rounded - exact| + eps(dtype) max|exact| + tiny(dtype) + c (1 + max|s|) max(magnitude), with c = 2^-21
-    (2^-50 where sums are kept in float64), because an absolute error of about c max|s| in a score becomes a relative
-    error of that size in exp(s), and so in every term of the sums that follow. Arrays of x's shape:
+    limit = 2 (1 + 12/n) max|rounded - exact| + eps(dtype) max|exact| + tiny(dtype) + c (1 + max|s|) max(magnitude).
+    n is the number of entries: the largest of a few rounding errors may by chance be small, so few entries (a sink's
+    gradient has one a head) get more room. c = 2^-21 (2^-50 where sums are kept in float64), because an absolute error
+    of about c max|s| in a score becomes a relative error of that size in exp(s), and so in every term of the sums that
+    follow. Arrays of x's shape:
 
     - exact: x in float64 from the stored inputs, and nothing rounded;
     - rounded: the same in float64, but with P = exp(s - max) rounded to q's dtype before P V, out rounded to its dtype
@@ -66,7 +68,7 @@ def budget(exact: Any, rounded: Any, magnitude: Any, *, dtype: str, accumulate: 
     """
     exact, rounded, magnitude = _float64(exact), _float64(rounded), _float64(magnitude)
     return Budget(
-        rounding=2.0 * max_error(rounded, exact, finite_only=True),
+        rounding=2.0 * (1.0 + 12.0 / max(exact.size, 1)) * max_error(rounded, exact, finite_only=True),
         storage=EPS[dtype] * _largest(exact) + TINY[dtype],
         accumulation=ACCUMULATION[accumulate] * (1.0 + max_score) * _largest(magnitude),
     )
