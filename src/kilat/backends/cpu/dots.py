@@ -36,41 +36,41 @@ def _tile(f: Function, number: int) -> Value:
     return f.const(number, I8)
 
 
-def _places(c: Value, pitch: Value) -> list[Value]:
-    """The four tiles of a 32 x 32 block of C, numbers 0 to 3."""
-    below = c.at(pitch * _ROWS)
-    return [c, c.at(_TILE_BYTES), below, below.at(_TILE_BYTES)]
+def _place(c: Value, pitch: Value, t: int) -> Value:
+    """Tile t, of four, of a 32 x 32 block of C."""
+    below = c.at(pitch * _ROWS) if t // 2 else c
+    return below.at(_TILE_BYTES) if t % 2 else below
 
 
-def tile_zero(f: Function) -> None:
-    """The block of C in the tile registers becomes 0."""
-    for t in range(4):
-        f.intrinsic("llvm.x86.tilezero", VOID, _tile(f, t))
+def tile_zero(f: Function, t: int) -> None:
+    """Tile t of C becomes 0."""
+    f.intrinsic("llvm.x86.tilezero", VOID, _tile(f, t))
 
 
-def tiles_load(f: Function, c: Value, pitch: Value) -> None:
-    """Load a 32 x 32 block of C into the tile registers."""
-    for t, place in enumerate(_places(c, pitch)):
-        f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), place, pitch)
+def tile_load(f: Function, t: int, c: Value, pitch: Value) -> None:
+    """Load tile t of a block of C."""
+    f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), _place(c, pitch, t), pitch)
 
 
-def tiles_store(f: Function, c: Value, pitch: Value) -> None:
-    """Store the block of C that the tile registers hold."""
-    for t, place in enumerate(_places(c, pitch)):
-        f.intrinsic("llvm.x86.tilestored64", VOID, _tile(f, t), place, pitch)
+def tile_store(f: Function, t: int, c: Value, pitch: Value) -> None:
+    """Store tile t of a block of C."""
+    f.intrinsic("llvm.x86.tilestored64", VOID, _tile(f, t), _place(c, pitch, t), pitch)
 
 
-def tile_products(f: Function, a: Value, a_pitch: Value, b: Value, b_pitch: Value) -> None:
-    """C += A B for A[32][STEP] and B[STEP / 2 pairs][32]."""
-    for t, place, pitch in (
-        (4, a, a_pitch),  # A[16 rows][32]
-        (6, b, b_pitch),  # B[16 pairs][16 columns]
-        (7, b.at(_TILE_BYTES), b_pitch),
-        (5, a.at(a_pitch * _ROWS), a_pitch),
+def tile_product(f: Function, t: int, a: Value, a_pitch: Value, b: Value, b_pitch: Value) -> None:
+    """Tile t of C += A B for A[32][STEP] and B[STEP / 2 pairs][32]; to be called for t = 0, 1, 2, 3.
+
+    Tiles 4 and 5 hold A[16 rows][32], 6 and 7 B[16 pairs][16 columns], each loaded when first needed.
+    """
+    for first, register, place, pitch in (
+        (0, 4, a, a_pitch),
+        (0, 6, b, b_pitch),
+        (1, 7, b.at(_TILE_BYTES), b_pitch),
+        (2, 5, a.at(a_pitch * _ROWS), a_pitch),
     ):
-        f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, t), place, pitch)
-    for t, x, y in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
-        f.intrinsic("llvm.x86.tdpbf16ps", VOID, _tile(f, t), _tile(f, x), _tile(f, y))
+        if t == first:
+            f.intrinsic("llvm.x86.tileloadd64", VOID, _tile(f, register), place, pitch)
+    f.intrinsic("llvm.x86.tdpbf16ps", VOID, _tile(f, t), _tile(f, 4 + t // 2), _tile(f, 6 + t % 2))
 
 
 def build_dot_amx(m: Module, name: str, accumulate: bool) -> Function:
@@ -79,13 +79,17 @@ def build_dot_amx(m: Module, name: str, accumulate: bool) -> Function:
         a, a_pitch, b, b_pitch, c, c_pitch, rows, columns, k = f.args
         with f.range(0, rows, BLOCK) as i, f.range(0, columns, BLOCK) as j:
             corner = c.at(i * c_pitch + j * 4)
-            if accumulate:
-                tiles_load(f, corner, c_pitch)
-            else:
-                tile_zero(f)
+            for t in range(4):
+                if accumulate:
+                    tile_load(f, t, corner, c_pitch)
+                else:
+                    tile_zero(f, t)
             with f.range(0, k, STEP) as kk:
-                tile_products(f, a.at(i * a_pitch + kk * 2), a_pitch, b.at((kk >> 1) * b_pitch + j * 4), b_pitch)
-            tiles_store(f, corner, c_pitch)
+                left, right = a.at(i * a_pitch + kk * 2), b.at((kk >> 1) * b_pitch + j * 4)
+                for t in range(4):
+                    tile_product(f, t, left, a_pitch, right, b_pitch)
+            for t in range(4):
+                tile_store(f, t, corner, c_pitch)
     return f
 
 

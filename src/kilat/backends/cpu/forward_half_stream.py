@@ -9,10 +9,11 @@ the exponentials of two to four rows of the strip. Out-of-order execution does t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kilat.backends.cpu.dots import pack_pairs, tile_products, tile_zero, tiles_load, tiles_store
-from kilat.backends.cpu.emit import F32, I16, I32, I64, PTR, Function, Module, Type, Value
+from kilat.backends.cpu.dots import pack_pairs, tile_load, tile_product, tile_store, tile_zero
+from kilat.backends.cpu.emit import F32, I16, I32, I64, PTR, Function, Module, Type, Value, Var
 from kilat.backends.cpu.forward_half_tiles import LANES, ROW, VEC, VECTORS
 from kilat.backends.cpu.forward_tiles import LAZY_RISE, lane_bits
 from kilat.backends.cpu.math import LOG2_E, polynomial
@@ -102,19 +103,34 @@ def _build_prepare(m: Module) -> Function:
     return f
 
 
-def _run_job(f: Function, jobs: Value, job: Value) -> None:
-    """One step of a 32 x 32 block of C."""
-    flags = _JOB.read(f, job, "flags")
-    record, row = jobs.at(flags & _PRODUCT), f.const(ROW, I64)
-    pitch = _BASES.read(f, record, "a_pitch")
-    a, b, c = (_BASES.pointer(f, record, n).at(_JOB.read(f, job, n)) for n in "abc")
-    with f.when((flags & _ZERO).ne(0)):
-        tile_zero(f)
-    with f.when((flags & _LOAD).ne(0)):
-        tiles_load(f, c, row)
-    tile_products(f, a, pitch, b, row)
-    with f.when((flags & _STORE).ne(0)):
-        tiles_store(f, c, row)
+class _Job:
+    """One step of a 32 x 32 block of C, written tile by tile."""
+
+    def __init__(self, f: Function, jobs: Value, job: Value) -> None:
+        self.f, self.flags, self.row = f, _JOB.read(f, job, "flags"), f.const(ROW, I64)
+        record = jobs.at(self.flags & _PRODUCT)
+        self.pitch = _BASES.read(f, record, "a_pitch")
+        self.a, self.b, self.c = (_BASES.pointer(f, record, n).at(_JOB.read(f, job, n)) for n in "abc")
+
+    def has(self, flag: int) -> Value:
+        return (self.flags & flag).ne(0)
+
+    def work(self, t: int) -> None:
+        """Tile t's part, all but the store."""
+        f = self.f
+        with f.when(self.has(_ZERO)):
+            tile_zero(f, t)
+        with f.when(self.has(_LOAD)):
+            tile_load(f, t, self.c, self.row)
+        tile_product(f, t, self.a, self.pitch, self.b, self.row)
+
+    def run(self) -> None:
+        """All of it."""
+        for t in range(4):
+            self.work(t)
+        with self.f.when(self.has(_STORE)):
+            for t in range(4):
+                tile_store(self.f, t, self.c, self.row)
 
 
 def _build_drain(m: Module) -> Function:
@@ -122,7 +138,7 @@ def _build_drain(m: Module) -> Function:
     with m.function("run_jobs", [PTR, PTR, I64]) as f:
         jobs, first, count = f.args
         with f.range(0, count * _JOB_BYTES, _JOB_BYTES) as o:
-            _run_job(f, jobs, first.at(o))
+            _Job(f, jobs, first.at(o)).run()
     return f
 
 
@@ -172,20 +188,46 @@ def _build_unit(m: Module, masked: bool) -> Function:
             start = pv.at(done.get() * steps * _JOB_BYTES - scores.get() * _JOB_BYTES)
             done.set(done.get() + per_strip)
             total, to_do = scores.get() + part, score_jobs(jobs)
+            def put(row: Value, v: int, here: Value = here, t: Value = t) -> None:
+                exps = []
+                for half in (0, 1):
+                    mask = None
+                    if masked:
+                        slot = (t * STRIP + row * 2 + half) * VECTORS + v
+                        mask = f.load(I16, bits, slot * 2)
+                    x = f.load(VEC, here, row * (2 * ROW) + half * ROW + v * VEC.bytes)
+                    exps.append(exp2_floor(f, f.fma(x, scale, minus[v].get()), mask))
+                    sums[v].add(exps[-1])
+                f.store(pack_pairs(f, *exps), p, (t * _PAIRS + row) * ROW + v * VEC.bytes)
+
+            late = f.var(PTR, 0)  # the block of C whose tiles wait to be stored
+
+            def store_late(tiles: Iterable[int], late: Var = late) -> None:
+                with f.when(f.cast("ptrtoint", late.get(), I64).ne(0)):
+                    for n in tiles:
+                        tile_store(f, n, late.get(), f.const(ROW, I64))
+
             with f.range(0, _PAIRS) as row:
-                with f.range((row * total) >> 4, ((row + 1) * total) >> 4) as n:
-                    _run_job(f, jobs, f.select(n < scores.get(), to_do, start).at(n * _JOB_BYTES))
-                for v in vs:
-                    exps = []
-                    for half in (0, 1):
-                        x = f.load(VEC, here, row * (2 * ROW) + half * ROW + v * VEC.bytes)
-                        mask = None
-                        if masked:
-                            slot = (t * STRIP + row * 2 + half) * VECTORS + v
-                            mask = f.load(I16, bits, slot * 2)
-                        exps.append(exp2_floor(f, f.fma(x, scale, minus[v].get()), mask))
-                        sums[v].add(exps[-1])
-                    f.store(pack_pairs(f, *exps), p, (t * _PAIRS + row) * ROW + v * VEC.bytes)
+                n, stop = f.var(I64, (row * total) >> 4), ((row + 1) * total) >> 4
+                busy = n.get() < stop
+                with f.when(busy):
+                    with f.range(n.get() + 1, stop) as _:
+                        store_late(range(4))
+                        late.set(f.const(0, PTR))
+                        _Job(f, jobs, f.select(n.get() < scores.get(), to_do, start).at(n.get() * _JOB_BYTES)).run()
+                        n.set(n.get() + 1)
+                    job = _Job(f, jobs, f.select(n.get() < scores.get(), to_do, start).at(n.get() * _JOB_BYTES))
+                    for v in vs:
+                        store_late([v])
+                        job.work(v)
+                        put(row, v)
+                    late.set(f.select(job.has(_STORE), job.c, f.const(0, PTR)))
+                with f.unless(busy):
+                    for v in vs:
+                        store_late([v])
+                        put(row, v)
+                    late.set(f.const(0, PTR))
+            store_late(range(4))
         f.ret_value(_commit(f, mp, lp, [x.get() for x in sums]))
     return f
 
