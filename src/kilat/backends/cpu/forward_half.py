@@ -207,7 +207,7 @@ class HalfWorker(Worker):
         with f.range(0, 2) as r:
             lo, hi = (f.load(I64, task, r * 16 + 8 * TASK.index[n]) for n in ("lo0", "hi0"))
             with f.range(lo // GROUP, f.select(lo < hi, (hi + (GROUP - 1)) // GROUP, 0)) as g:
-                j0 = f.maximum(lo, g * GROUP)
+                j0, self.last_key = f.maximum(lo, g * GROUP), hi
                 self._group(j0, f.minimum(hi, g * GROUP + GROUP) - j0)
         if self.stream is not None:
             self._finish()
@@ -262,7 +262,7 @@ class HalfWorker(Worker):
             other = (self.read("has_scores") | self.read("dropout")).ne(0)
             slow.set(other | (partial & bad) | (state.ne(0) & state.ne(FIRST)))
             with f.unless(slow.get()):
-                self._fast(s, kinds, nbs, partial, slow)
+                self._fast(s, j0, kinds, nbs, partial, slow)
         with f.when(slow.get()):
             if self.stream is not None:
                 self._finish()
@@ -282,7 +282,9 @@ class HalfWorker(Worker):
                    ("at_calm", 64))  # fmt: skip
         return [self._buffer(name, s, stride) for name, stride in buffers]
 
-    def _fast(self, s: Value, kinds: list[Value], nbs: tuple[Value, Value], partial: Value, slow: object) -> None:
+    def _fast(
+        self, s: Value, j0: Value, kinds: list[Value], nbs: tuple[Value, Value], partial: Value, slow: object
+    ) -> None:
         """The unit through `Stream`; `slow` is set if it must be done again."""
         f, stream = self.f, self.stream
         if stream is None or not isinstance(slow, Var):
@@ -313,7 +315,7 @@ class HalfWorker(Worker):
                 redo.set(f.call(stream.unit[x], jobs, strips, self.turn.get(), count, p,
                                 bits.at(start * (2 * tiles.VECTORS)), mp, lp, first,
                                 FORWARD.floating(f, self.p, "scale", F32), n_scores, k, k_next, qt_next,
-                                self.due.get(), self.due_blocks.get(), self.due_steps.get()))  # fmt: skip
+                                self.due.get(), self.due_blocks.get(), self.due_steps.get(), *self._far(s, j0)))  # fmt: skip
         self.turn.set((self.turn.get() + count) & 1)
         self.primed.set(f.cast("ptrtoint", k_next, I64))
         self.due_blocks.set(0)
@@ -340,6 +342,15 @@ class HalfWorker(Worker):
                 k_next.set(self.k.at(f.select(a.eq(0), pitch * BLOCK_KV, 0)))
                 qt_next.set(self._buffer("at_q", s + 1, self.pad_q))
         return k_next.get(), qt_next.get()
+
+    def _far(self, s: Value, j0: Value) -> list[Value]:
+        """What to prefetch meanwhile: the first units bring rows of the next group's K and V nearer."""
+        f, key = self.f, j0 + GROUP + s * (GROUP // 2)
+        base_k, stride_k, pages, *_ = self._source("k")
+        base_v, stride_v, *_ = self._source("v")
+        useful = (s < 2) & (j0 + GROUP < self.last_key) & f.cast("ptrtoint", pages, I64).eq(0)
+        size = f.select(useful, f.minimum(self.dim, self.dim_v) * 2, 0)
+        return [base_k.at(key * stride_k), stride_k, base_v.at(key * stride_v), stride_v, size]
 
     def _finish(self) -> None:
         """Do the products that are due; scores that nobody has asked for are forgotten."""

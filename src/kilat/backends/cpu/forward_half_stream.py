@@ -156,16 +156,20 @@ def exp2_floor(f: Function, x: Value, mask: Value | None = None) -> Value:
 
 
 def _build_unit(m: Module, masked: bool) -> Function:
-    """unit(jobs, S, turn, strips, P, bits, max, sum, first, factor, score_jobs, K, K_next, QT_next, PV, blocks, steps) -> redo.
+    """unit(jobs, S, turn, strips, P, bits, max, sum, first, factor, score_jobs, K, K_next, QT_next, PV, blocks, steps,
+    far_k, far_k_stride, far_v, far_v_stride, dim_bytes) -> redo.
 
     S[turn] holds the first strip's scores. P = exp(factor * S - max) as pairs, sums are added to `sum`; the score jobs
     of the next strips run meanwhile and, if K_next is not null, those of the next unit's first strip; so do the P V
-    jobs of the unit before: `blocks` blocks of `steps` jobs. first: max is taken from the first strip. Returns 1 if
+    jobs of the unit before: `blocks` blocks of `steps` jobs. Rows of K and V from far_k and far_v on are prefetched,
+    `dim_bytes` of each (0 for none), one for every two keys. first: max is taken from the first strip. Returns 1 if
     some score exceeds max by so much that P must be formed again (nothing is committed then), else 0.
     """
     args = [PTR, PTR, I64, I64, PTR, PTR, PTR, PTR, I64, F32, I64, PTR, PTR, PTR, PTR, I64, I64]
+    args += [PTR, I64, PTR, I64, I64]
     with m.function("unit_masked" if masked else "unit", args, I64) as f:
-        jobs, s, turn, strips, p, bits, mp, lp, first, factor, n_scores, k, k_next, qt_next, pv, blocks, steps = f.args
+        jobs, s, turn, strips, p, bits, mp, lp, first, factor, n_scores, k, k_next, qt_next, pv, blocks, steps = f.args[:-5]
+        far_k, far_k_stride, far_v, far_v_stride, dim_bytes = f.args[-5:]
         vs = range(VECTORS)
         with f.when(first.ne(0)):
             _first_maximum(f, s.at(turn * STRIP_BYTES), bits if masked else None, mp, factor)
@@ -208,6 +212,10 @@ def _build_unit(m: Module, masked: bool) -> Function:
                         tile_store(f, n, late.get(), f.const(ROW, I64))
 
             with f.range(0, _PAIRS) as row:
+                key = t * _PAIRS + row
+                with f.range(0, dim_bytes, 64) as o:
+                    f.prefetch(far_k.at(key * far_k_stride + o))
+                    f.prefetch(far_v.at(key * far_v_stride + o))
                 n, stop = f.var(I64, (row * total) >> 4), ((row + 1) * total) >> 4
                 busy = n.get() < stop
                 with f.when(busy):
