@@ -220,6 +220,9 @@ class Main(Worker):
                     for flag, bad in zip((bad_q, bad_do), self.load_queries(at, self.b, head, i0, nr), strict=True):
                         flag.set(bad)
                     loaded.set(1)
+                    rows, row = self._acc(head, i0), self.read("acc_n")
+                    with f.range(0, nr) as r, f.range(0, self.pitch, 64) as o:  # dQ is the one tile from far away
+                        f.prefetch(rows.at(r * row + o))
                 bad_k, bad_v = (f.load(I64, self.buffer("at_bad"), s * 16 + o) for o in (0, 8))
                 kt, vt = self.slot("at_kt", s, self.pitch), self.slot("at_vt", s, self.pitch_v)
                 any_bad = bad_q.get() | bad_do.get() | bad_k | bad_v

@@ -81,12 +81,11 @@ def build_extents_all(m: Module, block: Blocking) -> Function:
     with m.function("extents_all", [I64, I64, PTR]) as f:
         nr, nb, table = f.args
         live = (nb + (block.lanes - 1)) // block.lanes
-        with f.range(0, groups) as g:
-            f.store(f.const(0, I64), table, g * 16)
-            f.store(live, table, g * 16 + 8)
-        for v in range(block.vectors):
-            f.store(f.const(0, I64), table, groups * 16 + 16 * v)
-            f.store(nr, table, groups * 16 + 16 * v + 8)
+        pair = I64.vec(2)
+        whole = f.insert(f.const(0, pair), live, 1)
+        rows = f.insert(f.const(0, pair), nr, 1)
+        for entry in range(groups + block.vectors):
+            f.store(whole if entry < groups else rows, table, entry * 16)
     return f
 
 
@@ -130,7 +129,7 @@ def build_scores(m: Module, block: Blocking) -> Function:
 def probability(f: Function, s: Value, lse: Value) -> Value:
     """p = exp(s - lse), at most 1 also where s was rounded up; NaN stays NaN."""
     x = s - lse
-    return exp(f, f.select(x > 0.0, 0.0, x))
+    return exp(f, f.select(x > 0.0, 0.0, x), accurate=False)
 
 
 def build_probabilities(m: Module, block: Blocking, masked: bool) -> Function:

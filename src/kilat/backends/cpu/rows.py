@@ -60,11 +60,12 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
         whole, pitch = dim - dim % lanes, (dim + (lanes - 1)) // lanes * vec.bytes
         paged, factor = f.cast("ptrtoint", pages, I64).ne(0), f.splat(scale, lanes)
         tail = lane_mask(f, lanes, dim - whole)
-        bad, offset = f.var(vec, 0.0), f.var(I64, 0)
+        bits = (I64 if compute == F64 else I32).vec(lanes)
+        bad, offset = f.var(bits, 0), f.var(I64, 0)
 
         def put(x: Value, to: Value, name: str) -> None:
             x = _widen(f, x, name, compute, isa)
-            bad.set(f.fma(x, 0.0, bad.get()))  # 0 * x is NaN for inf and NaN
+            bad.set(bad.get() | f.bitcast(x - x, bits))  # x - x is +0, or NaN for inf and NaN
             f.store(x * factor, to)
 
         for name in stored_types(compute):
@@ -85,8 +86,7 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
                     put(x, to.at(whole * compute.bytes), name)
         with f.range(rows * pitch, pad * pitch, vec.bytes) as o:
             f.store(f.const(0.0, vec), dst, o)
-        x = bad.get()
-        f.ret_value(f.cast("zext", f.bitcast(x.ne(x), Type(f"i{lanes}")).ne(0), I64))
+        f.ret_value(f.cast("zext", f.bitcast(bad.get().ne(0), Type(f"i{lanes}")).ne(0), I64))
     return f
 
 
