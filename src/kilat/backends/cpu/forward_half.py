@@ -296,7 +296,7 @@ class HalfWorker(Worker):
         keys = f.select(kinds[1].eq(0), nbs[0], nbs[0] + nbs[1]) - start
         count, k = _round(keys) >> 5, self.k.at(start * pitch)
         bits = self._buffer("at_bits", s, GROUP_BITS)
-        n_scores = _round(self.dim) >> 4
+        n_scores = streams.score_count(_round(self.dim))
         with f.when(self.ready.get().eq(0)):
             here = strips.at(self.turn.get() * streams.STRIP_BYTES)
             streams.set_bases(f, jobs, False, k, pitch, qt, here)
@@ -327,7 +327,7 @@ class HalfWorker(Worker):
             dim, dim_v = _round(self.dim), _round(self.dim_v)
             streams.set_bases(f, jobs, True, self.vt.at(start * 2), VT_BYTES, p, ot)
             self.due.set(streams.product_jobs(f, jobs, dim, dim_v, count))
-            self.due_blocks.set(dim_v >> 4)
+            self.due_blocks.set(streams.product_blocks(dim_v))
             self.due_steps.set(count)
             self.p_turn.set(self.p_turn.get() ^ 1)
 
