@@ -167,7 +167,7 @@ class Main(Worker):
         with f.range(0, self.tiles) as s:
             self.load_keys(at, self.b, kv_head, self.k0 + s * self.width, self._tile_keys(s), s)
         for name, pitch in (("at_dk", self.pitch), ("at_dv", self.pitch_v)):
-            with f.range(0, self.tiles * self.width * pitch, self.vec.bytes) as o:
+            with f.range(0, padded(self.keys, self.block) * pitch, self.vec.bytes) as o:
                 f.store(f.const(0.0, self.vec), self.buffer(name), o)
         first, stop = self._queries_of_chunk()
         with f.range(0, self.group) as g, f.range(first & -BLOCK_Q, stop, BLOCK_Q) as i0:

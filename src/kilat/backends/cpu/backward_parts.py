@@ -99,7 +99,7 @@ class Tiles(Scope):
         self.dim, self.dim_v = self.read("head_dim"), self.read("head_dim_v")
         self.pitch, self.pitch_v = row_bytes(self.dim, block), row_bytes(self.dim_v, block)
 
-    def load(self, name: str, source: Value, rows: Value, pad: int, to: Value, scale: Value | float = 1.0) -> Value:
+    def load(self, name: str, source: Value, rows: Value, pad: Value | int, to: Value, scale: Value | float = 1.0) -> Value:
         """Rows of q, k, v, out or do from `source`, converted and zero-padded to `pad` rows; 1 if any is not finite."""
         f, zero = self.f, self.f.const(0, I64)
         dim = self.dim if name in ("q", "k") else self.dim_v
@@ -111,9 +111,9 @@ class Tiles(Scope):
 
     def load_queries(self, at: dict[str, Value], b: Value, head: Value, i0: Value, nr: Value) -> tuple[Value, Value]:
         """Q (scaled), dO, lse and delta of nr queries; flags of Q and dO that say whether one is not finite."""
-        token = at["q_token"] + i0
-        bad_q = self.load("q", self.base("q", b, head, token), nr, BLOCK_Q, self.buffer("at_q"), self.floating("scale"))
-        bad_do = self.load("do", self.base("do", b, head, token), nr, BLOCK_Q, self.buffer("at_do"))
+        token, pad = at["q_token"] + i0, (nr + 15) & -16
+        bad_q = self.load("q", self.base("q", b, head, token), nr, pad, self.buffer("at_q"), self.floating("scale"))
+        bad_do = self.load("do", self.base("do", b, head, token), nr, pad, self.buffer("at_do"))
         statistics = (self.per_query(n, b, head, token) for n in ("lse", "delta"))
         self.f.call(self.parts.load_statistics, *statistics, nr, self.buffer("at_lse"), self.buffer("at_delta"))
         return bad_q, bad_do
@@ -121,14 +121,15 @@ class Tiles(Scope):
     def load_keys(self, at: dict[str, Value], b: Value, kv_head: Value, j0: Value, nb: Value, slot: Value) -> None:
         """K, K^T and V^T of one key tile into slot `slot` of the chunk, and whether K or V hold a non-finite number."""
         f, row, token = self.f, self.vec.bytes * self.block.vectors, at["kv_token"] + j0
+        live = padded(nb, self.block)  # lanes behind are never used
         k, v = self.slot("at_k", slot, self.pitch), self.slot("at_dv", slot, self.pitch_v)  # V only passes through
-        bad_k = self.load("k", self.base("k", b, kv_head, token), nb, self.width, k)
-        bad_v = self.load("v", self.base("v", b, kv_head, token), nb, self.width, v)
+        bad_k = self.load("k", self.base("k", b, kv_head, token), nb, live, k)
+        bad_v = self.load("v", self.base("v", b, kv_head, token), nb, live, v)
         f.store(bad_k, self.buffer("at_bad"), slot * 16)
         f.store(bad_v, self.buffer("at_bad"), slot * 16 + 8)
         for source, name, pitch, dim in ((k, "at_kt", self.pitch, self.dim), (v, "at_vt", self.pitch_v, self.dim_v)):
             to = self.slot(name, slot, pitch)
-            f.call(self.parts.transpose, source, pitch, to, row, self.width, padded(dim, self.block))
+            f.call(self.parts.transpose, source, pitch, to, row, live, padded(dim, self.block))
 
     def slot(self, name: str, slot: Value, pitch: Value) -> Value:
         """Slot `slot` of a per-chunk buffer with `width` rows a slot."""
