@@ -14,7 +14,7 @@ from torch import Tensor
 from kilat.masks import Causal, Chunked, Dense, Documents, KeyRange, Predicate, Prefix, Window
 from kilat.masks.core import IntervalMask, Mask, leaves
 from kilat.problem import Grads, Operands, Problem
-from kilat.scores import Alibi, Bias, Score, Softcap
+from kilat.scores import Alibi, Bias, Score, ScoreModifier, Softcap
 from kilat.symbolic import evaluate
 
 LOW = 0xFFFFFFFF  # the low 32 bits
@@ -194,7 +194,7 @@ def modify(problem: Problem, op: Operands, n: int, s: Tensor, at: Place, h: int,
         return s - slopes[h] * (q_pos - j).abs()
     if isinstance(score, Bias):
         return s + pick(tensors[0].double(), at.b, h, i, at.kv_len)
-    return _user(score.expr, tensors, s, at, h, i)
+    return _user(_user_score(score).expr, tensors, s, at, h, i)
 
 
 def slope(problem: Problem, op: Operands, n: int, t: Tile) -> Tensor:
@@ -204,7 +204,14 @@ def slope(problem: Problem, op: Operands, n: int, t: Tile) -> Tensor:
         return 1.0 - torch.tanh(s / score.cap) ** 2
     if isinstance(score, Alibi | Bias):
         return torch.ones_like(s)
-    return _user(score.d_expr, op.score_tensors[n], s, t.at, t.h, t.i)
+    return _user(_user_score(score).d_expr, op.score_tensors[n], s, t.at, t.h, t.i)
+
+
+def _user_score(score: ScoreModifier) -> Score:
+    """A user's score; TypeError for a modifier that this file does not know."""
+    if not isinstance(score, Score):
+        raise TypeError(f"scores must be Softcap, Alibi, Bias or Score objects; got {score!r}")
+    return score
 
 
 def _user(expr: Any, tensors: tuple[Tensor, ...], s: Tensor, at: Place, h: int, i: Tensor) -> Tensor:
@@ -231,7 +238,7 @@ class Buffers:
             entry = four_axes(self.scores[n][0])
             entry = entry[t.at.b if entry.shape[0] > 1 else 0, t.h if entry.shape[1] > 1 else 0]
             rows = t.i if entry.shape[0] > 1 else torch.zeros_like(t.i)
-            keys = torch.arange(t.at.kv_len, device=ds.device) if entry.shape[1] > 1 else torch.zeros(t.at.kv_len)
+            keys = torch.arange(t.at.kv_len, device=ds.device) if entry.shape[1] > 1 else torch.zeros_like(ds[0])
             entry.index_put_((rows[:, None], keys.long()[None]), ds, accumulate=True)
         elif isinstance(score, Score):
             for load, part in score.partials():

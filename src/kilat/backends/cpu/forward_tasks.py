@@ -85,8 +85,10 @@ def key_ranges(
     lo0, hi0 = np.where(swap, lo[b], lo[a]), np.where(swap, hi[b], hi[a])
     lo1, hi1 = np.where(swap, lo[a], lo[b]), np.where(swap, hi[a], hi[b])
     empty0, empty1 = hi0 <= lo0, hi1 <= lo1
-    # Two ranges that share a tile would visit it twice: join them.
-    join = (lo1 < -(-hi0 // BLOCK_KV) * BLOCK_KV) & ~empty0 & ~empty1
+    # Two ranges that share a tile would visit it twice: join them. Joined by pairs of tiles, which the bfloat16 kernel
+    # takes at once: else the blocks of a task, and so the number of threads, would decide what is summed together.
+    pair = 2 * BLOCK_KV
+    join = (lo1 // pair < -(-hi0 // pair)) & ~empty0 & ~empty1
     hi0 = np.where(join, np.maximum(hi0, hi1), hi0)
     lo1, hi1 = np.where(join, 0, lo1), np.where(join, 0, hi1)
     return np.stack([lo0, hi0, lo1, hi1])
