@@ -62,7 +62,7 @@ def build(isa: Isa) -> str:
             Rows(f, parts).run(callee)
     half, dq = build_half_parts(m), build_dq(m)
     with m.function("run_chunks", [PTR], exported=True) as f:
-        configure_tiles(f)
+        configure_tiles(f, 8)
         worker = HalfMain(f, parts, rows, half, dq)
         worker.each_task(CHUNKS, worker.task)
         release_tiles(f)

@@ -24,9 +24,9 @@ _TILE_BYTES = 64
 _A, _B = 2, 3
 
 
-def configure_tiles(f: Function) -> None:
-    """Tiles of 16 rows by 64 bytes each; to be undone by `release_tiles` on the same thread."""
-    config, used = f.var(I8.vec(64), 0), _B + 1
+def configure_tiles(f: Function, used: int = _B + 1) -> None:
+    """The first `used` tiles of 16 rows by 64 bytes each; to be undone by `release_tiles` on the same thread."""
+    config = f.var(I8.vec(64), 0)
     widths, rows = [_TILE_BYTES, 0] * used, [_ROWS] * used
     values = [1, 0] + [0] * 14 + widths + [0] * (32 - 2 * used) + rows + [0] * (16 - used)
     config.set(f.const_vector(values, I8))
