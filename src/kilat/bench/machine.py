@@ -83,10 +83,18 @@ def revision() -> dict[str, object] | None:
     return {"commit": commit, "dirty": bool(changed)}
 
 
+def _program() -> list[str]:
+    """How the running program is called: `kilat`, or a script of this repository by its path in it."""
+    script = Path(sys.argv[0])
+    if script.suffix != ".py" or script.parent.name not in ("examples", "scripts", "benchmarks"):
+        return ["kilat"]
+    return ["python", f"{script.parent.name}/{script.name}"]
+
+
 def provenance() -> dict[str, object]:
     """Return command, date, versions, device and revision: everything that a result needs beside its numbers."""
     return {
-        "command": " ".join(["kilat", *sys.argv[1:]]),
+        "command": " ".join([*_program(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "device": device(),
