@@ -39,8 +39,6 @@ def provenance(document: Document) -> str:
     """One paragraph: processor, threads, versions, revision, date, command, and what disturbed the run."""
     device, versions, git = (document.get(name) or {} for name in ("device", "versions", "git"))
     command = re.sub(r" --json \S+", "", str(document.get("command", "")))
-    if is_long(document):
-        command = "python examples/long_document.py" + command.removeprefix("kilat")
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in device.get("features", [])]
     parts = [
         f"{device.get('model', 'unknown processor')} ({', '.join(features) or device.get('architecture', '')})",
