@@ -98,11 +98,12 @@ def build_finish_rows(m: Module, parts: Parts) -> Function:
         scope = Tiles(f, parts, p, scratch)
         token, vec = scope.sequence(b)["q_token"] + first, scope.vec
         source, row, split = scope.base("acc", b, head, token), scope.read("acc_n"), scope.read("acc_split")
+        others = source.at(scope.read("acc_second"))
         rows = scope.buffer("at_q")
         with f.range(0, count) as r, f.range(0, scope.pitch, vec.bytes) as o:
             total = f.var(vec, f.load(vec, source, r * row + o))
-            with f.range(1, splits) as s:
-                total.set(total.get() + f.load(vec, source, r * row + o + s * split))
+            with f.range(0, splits - 1) as s:
+                total.set(total.get() + f.load(vec, others, r * row + o + s * split))
             f.store(total.get(), rows, r * scope.pitch + o)
         f.call(parts.store_rows, rows, count, scope.base("dq", b, head, token), scope.read("dq_n"), scope.dim,
                scope.floating("scale"), scope.read("dtype"))  # fmt: skip
@@ -149,7 +150,10 @@ class Main(Worker):
 
     def _acc(self, head: Value, i: Value) -> Value:
         """Row i of this task's dQ buffer."""
-        return self.base("acc", self.b, head, self.at["q_token"] + i).at(self.get["split"] * self.read("acc_split"))
+        f, split = self.f, self.get["split"]
+        offset = self.read("acc_second") + (split - 1) * self.read("acc_split")
+        first = self.base("acc", self.b, head, self.at["q_token"] + i)
+        return first.at(f.select(split.eq(0), f.const(0, I64), offset))
 
     def _clear_dq(self) -> None:
         f, row = self.f, self.read("acc_n")

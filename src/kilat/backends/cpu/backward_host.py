@@ -194,7 +194,7 @@ class Backward:
         def buffer(name: str, t: Tensor, covered: bool) -> Tensor | None:
             if name not in wanted:
                 return None
-            return (torch.empty if covered else torch.zeros)(t.shape, dtype=t.dtype)
+            return (torch.empty if covered else torch.zeros)(t.shape, dtype=t.dtype, device="cpu")
 
         return Grads(buffer("q", o.q, covers_q), buffer("k", o.k, covers_kv), buffer("v", o.v, covers_kv))
 
@@ -215,19 +215,20 @@ class Backward:
             self.run("finish", self.plan.rows)
 
     def _accumulator(self, dq: Tensor) -> None:
-        """Where dQ is summed: in dq itself if its rows are whole compute vectors and keys are not split, else apart."""
+        """Where each split sums its dQ; the first in dq itself, if the rows of that are whole compute vectors."""
         p, plan = self.problem, self.plan
         batch = 0 if plan.ragged[0] else 1
-        if plan.splits == 1 and p.dtype in ("float32", "float64") and p.head_dim % plan.block.lanes == 0:
-            strides = byte_strides(dq)
-            self._put_acc(dq.data_ptr(), 0, batch * strides[0], strides[-3], strides[-2])
-            return
-        lanes = backward_half.BLOCK if plan.half else plan.block.lanes
-        pad = -(-p.head_dim // lanes) * lanes
-        shape = (plan.splits, dq.shape[0] if batch else 1, p.num_heads_q, dq.shape[-3], pad)
-        acc = torch.empty(shape, dtype=torch_compute(p))
-        split, of_b, of_h, of_n, _ = byte_strides(acc)
-        self._put_acc(self.pointer(acc), split, batch * of_b, of_n, of_h)
-
-    def _put_acc(self, address: int, split: int, b: int, n: int, h: int) -> None:
-        self.put({"acc": address, "acc_split": split, "acc_b": b, "acc_n": n, "acc_h": h})
+        if p.dtype in ("float32", "float64") and p.head_dim % plan.block.lanes == 0:
+            more = torch.empty((plan.splits - 1, *dq.shape), dtype=dq.dtype, device="cpu")
+            first, second, strides = dq.data_ptr(), self.pointer(more), byte_strides(dq)
+            of_b, of_n, of_h = batch * strides[0], strides[-3], strides[-2]
+        else:
+            lanes = backward_half.BLOCK if plan.half else plan.block.lanes
+            pad = -(-p.head_dim // lanes) * lanes
+            shape = (plan.splits, dq.shape[0] if batch else 1, p.num_heads_q, dq.shape[-3], pad)
+            more = torch.empty(shape, dtype=torch_compute(p), device="cpu")
+            first, (size, of_b, of_h, of_n, _) = self.pointer(more), byte_strides(more)
+            second, of_b = first + size, batch * of_b
+        split = byte_strides(more)[0]
+        self.put({"acc": first, "acc_b": of_b, "acc_n": of_n, "acc_h": of_h})
+        self.put({"acc_second": second - first, "acc_split": split})

@@ -99,7 +99,9 @@ class Tiles(Scope):
         self.dim, self.dim_v = self.read("head_dim"), self.read("head_dim_v")
         self.pitch, self.pitch_v = row_bytes(self.dim, block), row_bytes(self.dim_v, block)
 
-    def load(self, name: str, source: Value, rows: Value, pad: Value | int, to: Value, scale: Value | float = 1.0) -> Value:
+    def load(
+        self, name: str, source: Value, rows: Value, pad: Value | int, to: Value, scale: Value | float = 1.0
+    ) -> Value:
         """Rows of q, k, v, out or do from `source`, converted and zero-padded to `pad` rows; 1 if any is not finite."""
         f, zero = self.f, self.f.const(0, I64)
         dim = self.dim if name in ("q", "k") else self.dim_v

@@ -29,7 +29,7 @@ TASK_KEYS = 256
 def sink_gradient(run: Backward, sink: Tensor) -> Tensor:
     """dsink [heads] in the sink's type."""
     compute = torch_compute(run.problem)
-    dsink = torch.zeros(run.problem.num_heads_q, dtype=torch.float64)
+    dsink = torch.zeros(run.problem.num_heads_q, dtype=torch.float64, device="cpu")
     run.put({"sink": run.pointer(sink.detach().to(compute).contiguous()), "dsink": run.pointer(dsink)})
     run.run("sink", Tasks(np.arange(run.problem.num_heads_q, dtype=np.int64)))
     return dsink.to(sink.dtype)
@@ -50,7 +50,7 @@ def score_gradients(run: Backward) -> list[list[Tensor | None]]:
 def _bias_gradient(run: Backward, bias: Tensor) -> Tensor:
     """dbias of the bias's own shape, summed over its broadcast axes in the compute type."""
     p = run.problem
-    buffer = torch.zeros(bias.shape, dtype=torch_compute(p))
+    buffer = torch.zeros(bias.shape, dtype=torch_compute(p), device="cpu")
     if buffer.numel():
         strides = broadcast_strides(buffer)
         run.put({"dbias": run.pointer(buffer), "stages": USER})
@@ -85,7 +85,9 @@ def _tensor_gradients(run: Backward, grads: list[list[Tensor | None]]) -> None:
         dtypes = user.dtype_names(tensors)
         tensors_function = user.score_tensors_function(modifier.expr, dtypes, geo, run.plan.isa)
         made[n] = [
-            torch.zeros(t.shape, dtype=torch_compute(p)) if t.is_floating_point() and tensors_function else None
+            torch.zeros(t.shape, dtype=torch_compute(p), device="cpu")
+            if t.is_floating_point() and tensors_function
+            else None
             for t in tensors
         ]
         environment = user.environment([t.detach() for t in tensors], made[n], tensors_function)

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float64]
 
-# The keys of a kv head are split until there are about WANTED_TASKS tasks of equal work in all; each split costs one
-# more dQ buffer, and is at least MIN_SPLIT keys.
-WANTED_TASKS = 16
+# The keys of a kv head are split until there are about this many tasks of equal work in all. Each split costs one more
+# dQ buffer: long ones of at least so many keys are worth it for balance, shorter ones only if cores would stand idle.
+WANTED_TASKS = ((16, 1024), (8, 256))
 MAX_SPLITS = 8
-MIN_SPLIT = 1024
 # Keys whose K, V, dK and dV a task holds at a time, for head sizes up to 128; fewer beyond, to stay in the L2 cache.
 CHUNK_KEYS = 256
 
@@ -85,9 +84,11 @@ def chunk_tasks(call: Call, keys: int) -> tuple[Ints, Ints]:
             known[key] = np.concatenate([[0.0], np.cumsum(chunk_work(n, m, bounds, keys))])
         totals.append(known[key])
     work = np.array([total[-1] for total in totals])
-    goal = max(p.num_heads_kv * float(work.sum()) / WANTED_TASKS, 1.0)
-    most = np.clip(call.kv_len // MIN_SPLIT, 1, MAX_SPLITS)
-    splits = np.clip(np.ceil(work / goal - 1e-9).astype(np.int64), 1, most)
+    shares = work / max(p.num_heads_kv * float(work.sum()), 1.0)
+    splits = np.ones(len(totals), np.int64)
+    for wanted, least_keys in WANTED_TASKS:
+        most = np.clip(call.kv_len // least_keys, 1, MAX_SPLITS)
+        splits = np.maximum(splits, np.minimum(np.ceil(shares * wanted - 1e-9).astype(np.int64), most))
     heads = np.arange(p.num_heads_kv, dtype=np.int64)
     parts, weights = [np.zeros((0, CHUNKS.size), np.int64)], [np.zeros(0)]
     for b, total in enumerate(totals):

@@ -34,7 +34,8 @@ BACKWARD = Params(
     *("q", "q_b", "q_n", "q_h", "k", "k_b", "k_n", "k_h", "v", "v_b", "v_n", "v_h"),
     *("out", "out_b", "out_n", "out_h", "do", "do_b", "do_n", "do_h", "out_dtype"),
     *("dq", "dq_b", "dq_n", "dq_h", "dk", "dk_b", "dk_n", "dk_h", "dv", "dv_b", "dv_n", "dv_h"),
-    *("acc", "acc_b", "acc_n", "acc_h", "acc_split"),  # dq in the compute type, unscaled, one a split over keys
+    # dq in the compute type, unscaled, one a split over keys; bytes from the first to the second, and between others
+    *("acc", "acc_b", "acc_n", "acc_h", "acc_second", "acc_split"),
     *("lse", "dlse", "delta", "lse_b", "lse_h"),  # one layout, queries contiguous; dlse may be null
     *("sink", "dsink", "nseqs"),  # dsink: float64 [heads]
     *("need_q", "need_k", "need_v", "sub", "alone"),  # sub: key tiles a chunk; alone: keys are not split
