@@ -7,7 +7,7 @@ less and one more than a block, and not at 1024.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,7 +72,6 @@ class Case:
     logits: float = 1.0  # q is multiplied by this
     strides: str = "contiguous"  # contiguous, heads_first, sliced, packed, expanded_heads, expanded_batch
     page_size: int = 16
-    tags: frozenset[str] = field(default_factory=frozenset)  # nothing: runs everywhere
 
     def __str__(self) -> str:
         return self.name

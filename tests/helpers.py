@@ -244,7 +244,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def skip_unless_supported(call: Call, backend: str, needs_grad: bool = False) -> None:
+def skip_unless_supported(call: Call, backend: str) -> None:
     """Skip with the backend's own reasons; on cpu and reference nothing that the cases hold may be refused."""
     problem, _ = call.core()
     found = registry.get(backend)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from cases import BY_NAME, CASES, Case
 from helpers import BACKENDS, build, expectation, expected, same_bits, skip_unless_supported
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kilat
 
@@ -23,6 +25,40 @@ def test_cached(case: Case, backend: str) -> None:
     assert out.shape == (*call.q.shape[:-1], call.v.shape[-1])
     assert lse.shape == (*call.q.shape[:-3], call.q.shape[-2], call.q.shape[-3])
     expected(case).check({"out": out, "lse": lse})
+
+
+@st.composite
+def random_caches(draw: st.DrawFn) -> Case:
+    """Random decode, speculative and prefill steps, with and without offsets for the queries."""
+    batch, heads_kv = draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    lengths_kv = tuple(draw(st.sampled_from([0, 1, 2, 15, 63, 64, 65, 130, 257])) for _ in range(batch))
+    ragged = draw(st.booleans())
+    return Case(
+        "random",
+        draw(st.sampled_from(["cached", "paged"])),
+        batch,
+        heads=(heads_kv * draw(st.sampled_from([1, 2, 5, 8])), heads_kv),
+        seqlen=(draw(st.integers(0, 9)), 260),
+        lengths_q=tuple(draw(st.integers(0, 20)) for _ in range(batch)) if ragged else None,
+        lengths_kv=lengths_kv,
+        tail=draw(st.integers(0, 2)) if ragged else 0,
+        head_dim=draw(st.sampled_from([1, 17, 64])),
+        head_dim_v=draw(st.sampled_from([None, 1, 33])),
+        dtype=draw(st.sampled_from(["float32", "float64", "bfloat16", "float16"])),
+        mask=draw(st.sampled_from(["none", "causal", "window_first", "prefix", "documents_batch", "everything"])),
+        scores=draw(st.sampled_from(["none", "softcap", "alibi_batch", "bias_keys", "score_tensor", "all"])),
+        sink=draw(st.booleans()),
+        strides=draw(st.sampled_from(["contiguous", "heads_first", "sliced"])),
+        page_size=draw(st.sampled_from([1, 7, 16, 64, 300])),
+    )
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@given(case=random_caches(), num_splits=st.sampled_from([None, 1, 3]))
+def test_random_caches(backend: str, case: Case, num_splits: int | None) -> None:
+    call = build(case)
+    out, lse = call.run(backend, num_splits=num_splits)
+    expectation(call).check({"out": out, "lse": lse})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
