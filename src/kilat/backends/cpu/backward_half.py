@@ -15,6 +15,7 @@ from kilat.backends.cpu.backward_half_tiles import (
     BLOCK,
     HALF_ROW,
     INF,
+    JOB_BYTES,
     ROW,
     STRIP,
     WIDTH,
@@ -26,7 +27,7 @@ from kilat.backends.cpu.backward_half_tiles import (
 )
 from kilat.backends.cpu.backward_parts import Parts, build_parts
 from kilat.backends.cpu.dots import configure_tiles, release_tiles
-from kilat.backends.cpu.emit import F32, I1, I64, PTR, Function, Module, Value, Var
+from kilat.backends.cpu.emit import F32, I1, I64, PTR, Function, Module, Value
 from kilat.backends.cpu.tiles_mask import ALL, NONE, PARTIAL
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_sink")
 # Keys whose K, V, dK and dV a task holds at a time, by the larger head size: what leaves room in the L2 cache.
 _CHUNK_KEYS = ((64, 512), (128, 256), (256, 128), (512, 64))
 _TILE_BYTES = WIDTH * HALF_ROW
+_BITS = WIDTH * 8  # bytes of bits of a tile
+SCORE_JOBS = 4  # of a strip
 
 
 def supports(problem: Problem, isa: Isa) -> bool:
@@ -76,12 +79,13 @@ def scratch_layout(head_dim: int, head_dim_v: int, sub: int) -> tuple[dict[str, 
     sizes = {"at_q": WIDTH * pad * 4, "at_do": WIDTH * pad_v * 4, "at_out": WIDTH * pad_v * 4}
     sizes |= {"at_qt": pad * HALF_ROW, "at_dot": pad_v * HALF_ROW, "at_rows": WIDTH * max(pad, pad_v) * 4}
     sizes |= dict.fromkeys(("at_lse", "at_delta"), WIDTH * 4)
-    sizes |= dict.fromkeys(("at_p", "at_ds", "at_raw", "at_tmp"), STRIP * ROW)
-    sizes |= {"at_bits": WIDTH * 8, "at_table": 8 * sub, "at_bad": 16 * sub, "at_dq": WIDTH * pad * 4}
+    sizes |= dict.fromkeys(("at_p", "at_ds", "at_raw", "at_tmp"), 2 * STRIP * ROW)
+    sizes |= {"at_bits": sub * _BITS, "at_table": 16 * sub, "at_bad": 16 * sub, "at_dq": WIDTH * pad * 4}
     sizes |= {"at_keys": sub * _TILE_BYTES}
     sizes |= dict.fromkeys(("at_k", "at_kt"), sub * pad * HALF_ROW)
     sizes |= {"at_vt": sub * pad_v * HALF_ROW, "at_dk": sub * pad * ROW, "at_dv": sub * pad_v * ROW}
-    offsets, total = {"at_drop": 0}, 0
+    sizes |= {"at_drop": (SCORE_JOBS + (pad + pad_v) // 16) * JOB_BYTES}  # jobs
+    offsets, total = {}, 0
     for name, n in sizes.items():
         offsets[name] = total
         total += -(-n // 64) * 64
@@ -174,9 +178,11 @@ class HalfMain(Main):
         f = self.f
         nr = f.minimum(self.at["q_len"] - i0, WIDTH)
         loaded, bad_rows, slots = f.var(I64, 0), f.var(I64, 0), f.var(I64, 0)
+        table = self.buffer("at_table")
+        kinds = table.at(self.sub * 8)
         with f.range(0, self.tiles) as s:
             where = (self.p, self.at["seq"], self.b, head, i0, nr, self.k0 + s * WIDTH, self._tile_keys(s))
-            bits = self.buffer("at_bits")
+            bits = self.buffer("at_bits").at(s * _BITS)
             kind = f.call(self.parts.mask_bits, *where, bits)
             with f.when(kind.ne(NONE)):
                 with f.when(loaded.get().eq(0)):
@@ -191,9 +197,13 @@ class HalfMain(Main):
                         f.call(self.half.all_bits, bits, nr, where[-1])
                     self._exact(head, i0, nr, s)
                 with f.unless(careful.get()):
-                    self._one_tile(s, nr, kind, slots)
-        with f.when(self.need["q"] & slots.get().ne(0)):
-            self._add_dq(self._acc(head, i0), nr, slots.get())
+                    f.store(s, table, slots.get() * 8)
+                    f.store(kind, kinds, slots.get() * 8)
+                    slots.set(slots.get() + 1)
+        with f.when(slots.get().ne(0)):
+            self._seen_tiles(nr, slots.get())
+            with f.when(self.need["q"]):
+                self._add_dq(self._acc(head, i0), nr, slots.get())
 
     def _load_queries(self, head: Value, i0: Value, nr: Value) -> Value:
         """Q, dO, both transposed, lse and delta; the flags of Q and dO."""
@@ -207,31 +217,67 @@ class HalfMain(Main):
         f.call(self.parts.load_statistics, *statistics, nr, self.buffer("at_lse"), self.buffer("at_delta"))
         return bad
 
-    def _one_tile(self, s: Value, nr: Value, kind: Value, slots: Var) -> None:
-        """P and dS of a tile, then dV^T += dO^T P and dK^T += Q^T dS."""
-        f = self.f
-        row, half_row, strip, width = (f.const(x, I64) for x in (ROW, HALF_ROW, STRIP, WIDTH))
-        n = slots.get()
-        f.store(s, self.buffer("at_table"), n * 8)
-        slots.set(n + 1)
-        rows_out, queries = self.buffer("at_keys").at(n * _TILE_BYTES), (nr + (STRIP - 1)) & -STRIP
-        scores = (self.buffer("at_raw"), self.buffer("at_tmp"))
-        with f.range(0, queries, STRIP) as r:
-            for name, right, pad, to in (("q", "kt", self.pad, scores[0]), ("do", "vt", self.pad_v, scores[1])):
-                left = self.buffer("at_" + name).at(r * pad * 2)
-                f.call(self.half.product, left, pad * 2, self._tile("at_" + right, s, pad, HALF_ROW), row, to, row,
-                       strip, width, pad)  # fmt: skip
-            args = (*scores, self.buffer("at_lse").at(r * 4), self.buffer("at_delta").at(r * 4),
-                    self.buffer("at_bits").at(r * 8), self.scale, self.buffer("at_p").at((r >> 1) * ROW),
-                    self.buffer("at_ds").at((r >> 1) * ROW), rows_out.at(r * HALF_ROW))  # fmt: skip
-            with f.when(kind.eq(PARTIAL)):
-                f.call(self.half.gradient_masked, *args)
-            with f.unless(kind.eq(PARTIAL)):
-                f.call(self.half.gradient, *args)
+    def _seen_tiles(self, nr: Value, slots: Value) -> None:
+        """dV and dK of all tiles in the table, and their dS_n.
+
+        While a strip's P and dS are formed, the scores of the next strip and the sums of the tile before are jobs.
+        """
+        f, jobs = self.f, self.buffer("at_drop")
+        more, strips = jobs.at(SCORE_JOBS * JOB_BYTES), (nr + (STRIP - 1)) >> 5
+        waiting, turn = f.var(I64, 0), f.var(I64, 0)
+        zero = f.const(0, I64)
+        self._score_jobs(jobs, zero, zero, zero)
+        f.call(self.half.drain, jobs, SCORE_JOBS)
+        with f.range(0, slots) as n:
+            done = f.var(I64, 0)
+            with f.range(0, strips) as r:
+                last = r.eq(strips - 1)
+                ahead = f.select(last & n.eq(slots - 1), zero, f.const(SCORE_JOBS, I64))
+                with f.when(ahead.ne(0)):
+                    self._score_jobs(jobs, f.select(last, n + 1, n), f.select(last, zero, r + 1), turn.get() ^ 1)
+                share = f.select(last, waiting.get() - done.get(), waiting.get() >> 1)
+                self._gradient(n, r, turn.get(), (jobs, ahead, more.at(done.get() * JOB_BYTES), share))
+                done.set(done.get() + share)
+                turn.set(turn.get() ^ 1)
+            waiting.set(self._sum_jobs(more, n, strips << 5))
+        f.call(self.half.drain, more, waiting.get())
+
+    def _turn(self, name: str, turn: Value) -> Value:
+        """One of two buffers."""
+        return self.buffer(name).at((turn & 1) * (STRIP * ROW))
+
+    def _score_jobs(self, jobs: Value, n: Value, r: Value, turn: Value) -> None:
+        """Jobs of S and dP of strip r of tile n of the table."""
+        f, s = self.f, _slot(self.f, self.buffer("at_table"), n)
+        for at, (name, right, pad, to) in enumerate((("q", "kt", self.pad, "raw"), ("do", "vt", self.pad_v, "tmp"))):
+            left = self.buffer("at_" + name).at(r * STRIP * pad * 2)
+            right_tile = self._tile("at_" + right, s, pad, HALF_ROW)
+            f.call(self.half.put_jobs, jobs.at(2 * at * JOB_BYTES), left, pad * 2, right_tile,
+                   self._turn("at_" + to, turn), STRIP, pad, 0)  # fmt: skip
+
+    def _gradient(self, n: Value, r: Value, turn: Value, jobs: tuple[Value, Value, Value, Value]) -> None:
+        """P and dS of strip r of tile n of the table."""
+        f, table, row = self.f, self.buffer("at_table"), r * STRIP
+        s, kind = _slot(f, table, n), _slot(f, table.at(self.sub * 8), n)
+        args = (self._turn("at_raw", turn), self._turn("at_tmp", turn), self.buffer("at_lse").at(row * 4),
+                self.buffer("at_delta").at(row * 4), self.buffer("at_bits").at(s * _BITS + row * 8), self.scale,
+                self._turn("at_p", n).at(r * (STRIP // 2 * ROW)), self._turn("at_ds", n).at(r * (STRIP // 2 * ROW)),
+                self.buffer("at_keys").at(n * _TILE_BYTES + row * HALF_ROW), *jobs)  # fmt: skip
+        with f.when(kind.eq(PARTIAL)):
+            f.call(self.half.gradient_masked, *args)
+        with f.unless(kind.eq(PARTIAL)):
+            f.call(self.half.gradient, *args)
+
+    def _sum_jobs(self, jobs: Value, n: Value, queries: Value) -> Value:
+        """Jobs of dV^T += dO^T P and dK^T += Q^T dS of tile n of the table; returns how many."""
+        f, s, count = self.f, _slot(self.f, self.buffer("at_table"), n), self.f.var(I64, 0)
         for name, left, right, pad in (("v", "dot", "p", self.pad_v), ("k", "qt", "ds", self.pad)):
             with f.when(self.need[name]):
-                f.call(self.half.product_add, self.buffer("at_" + left), half_row, self.buffer("at_" + right), row,
-                       self._tile("at_d" + name, s, pad, ROW), row, pad, width, queries)  # fmt: skip
+                to = jobs.at(count.get() * JOB_BYTES)
+                f.call(self.half.put_jobs, to, self.buffer("at_" + left), HALF_ROW, self._turn("at_" + right, n),
+                       self._tile("at_d" + name, s, pad, ROW), pad, queries, 1)  # fmt: skip
+                count.set(count.get() + (pad >> 4))
+        return count.get()
 
     def _add_dq(self, acc: Value, nr: Value, slots: Value) -> None:
         """dQ += dS K; by way of scratch where rows behind nr belong to others."""
@@ -251,7 +297,13 @@ class HalfMain(Main):
         with f.when(self.need["q"]):
             dq.set(self._acc(head, i0))
             pitch.set(self.read("acc_n"))
-        q, do, lse, delta, bits = (self.buffer("at_" + n) for n in ("q", "do", "lse", "delta", "bits"))
+        q, do, lse, delta = (self.buffer("at_" + n) for n in ("q", "do", "lse", "delta"))
+        bits = self.buffer("at_bits").at(s * _BITS)
         f.call(self.half.exact, bits, nr, self.dim, self.dim_v, q, do, kt, vt, lse, delta, self.scale,
                self._tile("at_dk", s, self.pad, ROW), self._tile("at_dv", s, self.pad_v, ROW),
                dq.get(), pitch.get())  # fmt: skip
+
+
+def _slot(f: Function, array: Value, n: Value) -> Value:
+    """int64 number n."""
+    return f.load(I64, array, n * 8)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kilat.backends.cpu.emit import F32, I8, I16, I32, I64, PTR, VOID, Function, Module, Value
 from kilat.backends.cpu.math import LOG2_E, polynomial, transpose
+from kilat.backends.cpu.params import Params
 from kilat.backends.cpu.rows import PREFETCH_ROWS, build_transpose
 from kilat.backends.cpu.tiles import from_bits, to_bits
 
@@ -31,6 +32,10 @@ BLOCK = 32  # rows and columns of C that four AMX tiles hold
 _EXP2 = (0.6930448457983823, 0.2412801917695691, 0.052242506127099034, 0.013426664124870993)
 _HIGH = -65536
 
+# One 32 x 32 block of a product, see `run_job`.
+JOB = Params("a", "a_pitch", "b", "c", "k", "add")
+JOB_BYTES = 64
+
 
 # ---- AMX -------------------------------------------------------------------------------------------------------------
 def _number(f: Function, n: int) -> Value:
@@ -43,20 +48,37 @@ def _corners(c: Value, pitch: Value) -> list[Value]:
     return [c, c.at(64), below, below.at(64)]
 
 
-def build_product(m: Module, name: str, accumulate: bool) -> Function:
-    """name(A, a_pitch, B, b_pitch, C, c_pitch, rows, columns, k): C (+)= A B in multiples of 32; pitches in bytes.
+def run_job(f: Function, job: Value) -> None:
+    """C (+)= A B for one 32 x 32 block of C; rows of B and C are ROW bytes apart."""
+    a, b, c = (JOB.pointer(f, job, n) for n in "abc")
+    pitch, row = JOB.read(f, job, "a_pitch"), f.const(ROW, I64)
+    block_load(f, c, row, JOB.read(f, job, "add"))
+    with f.range(0, JOB.read(f, job, "k"), BLOCK) as kk:
+        product_step(f, a.at(kk * 2), pitch, b.at((kk >> 1) * ROW), row)
+    block_store(f, c, row)
 
-    A: bfloat16 [rows][k], B: int32 pairs [k / 2][columns], C: float32 [rows][columns].
+
+def build_drain(m: Module) -> Function:
+    """drain(jobs, count): do jobs at once."""
+    with m.function("drain", [PTR, I64]) as f:
+        jobs, count = f.args
+        with f.range(0, count * JOB_BYTES, JOB_BYTES) as o:
+            run_job(f, jobs.at(o))
+    return f
+
+
+def build_put_jobs(m: Module) -> Function:
+    """put_jobs(jobs, A, a_pitch, B, C, rows, k, add): jobs of C[rows][64] (+)= A B, rows / 16 of them.
+
+    A: bfloat16 [rows][k], B: int32 pairs [k / 2][64], C: float32 [rows][64]; rows and k are multiples of 32.
     """
-    with m.function(name, [PTR, I64, PTR, I64, PTR, I64, I64, I64, I64]) as f:
-        a, a_pitch, b, b_pitch, c, c_pitch, rows, columns, k = f.args
-        with f.range(0, rows, BLOCK) as i, f.range(0, columns, BLOCK) as j:
-            corner = c.at(i * c_pitch + j * 4)
-            block_load(f, corner, c_pitch, accumulate)
-            with f.range(0, k, BLOCK) as kk:
-                left, right = a.at(i * a_pitch + kk * 2), b.at((kk >> 1) * b_pitch + j * 4)
-                product_step(f, left, a_pitch, right, b_pitch)
-            block_store(f, corner, c_pitch)
+    with m.function("put_jobs", [PTR, PTR, I64, PTR, PTR, I64, I64, I64]) as f:
+        jobs, a, pitch, b, c, rows, k, add = f.args
+        with f.range(0, rows, BLOCK) as i, f.range(0, 2) as j:
+            job = jobs.at(((i >> 4) + j) * JOB_BYTES)
+            values = (a.at(i * pitch), pitch, b.at(j * 128), c.at(i * ROW + j * 128), k, add)
+            for name, x in zip(JOB.names, values, strict=True):
+                f.store(x, job, 8 * JOB.index[name])
     return f
 
 
@@ -187,15 +209,19 @@ def probability(f: Function, s: Value, scale: Value, lse: Value, mask: Value | N
 
 
 def build_gradient(m: Module, masked: bool) -> Function:
-    """gradient(S, dP, lse, delta, bits, scale, P, dS, dS_n): a strip of 32 queries.
+    """gradient(S, dP, lse, delta, bits, scale, P, dS, dS_n, jobs, n, more, n_more): a strip of 32 queries.
 
     P = exp(scale S - lse), dS = P (dP - delta), both 0 where a bit is clear. P and dS: 16 rows of pairs of queries;
-    dS_n: 32 rows of pairs of keys. lse, delta and bits start at the strip.
+    dS_n: 32 rows of pairs of keys. lse, delta and bits start at the strip. Between its rows it does n jobs, then
+    n_more: the tile unit works on them while the vector ports take exponentials.
     """
-    with m.function("gradient_masked" if masked else "gradient", [PTR] * 5 + [F32] + [PTR] * 3) as f:
-        s, dp, lse, delta, bits, factor, p_out, ds_out, rows_out = f.args
+    with m.function("gradient_masked" if masked else "gradient", [PTR] * 5 + [F32] + [PTR] * 4 + [I64, PTR, I64]) as f:
+        s, dp, lse, delta, bits, factor, p_out, ds_out, rows_out, jobs, n_jobs, more, n_more = f.args
+        total, rest = n_jobs + n_more, more.at(n_jobs * -JOB_BYTES)
         scale = f.splat(factor, LANES)
         with f.range(0, LANES) as i:
+            with f.range((i * total) >> 4, ((i + 1) * total) >> 4) as n:
+                run_job(f, f.select(n < n_jobs, jobs, rest).at(n * JOB_BYTES))
             ps: list[list[Value]] = [[], []]
             grads: list[list[Value]] = [[], []]
             for half in (0, 1):
@@ -290,8 +316,8 @@ def build_add_block(m: Module) -> Function:
 class HalfParts:
     """The emitted functions."""
 
-    product: Function
-    product_add: Function
+    drain: Function
+    put_jobs: Function
     load: Function
     columns: Function
     transpose_words: Function
@@ -306,8 +332,8 @@ class HalfParts:
 def build_half_parts(m: Module) -> HalfParts:
     """All of them."""
     return HalfParts(
-        product=build_product(m, "product", accumulate=False),
-        product_add=build_product(m, "product_add", accumulate=True),
+        drain=build_drain(m),
+        put_jobs=build_put_jobs(m),
         load=build_load_half(m),
         columns=build_columns(m),
         transpose_words=build_transpose(m, I32, LANES, "transpose_words"),
