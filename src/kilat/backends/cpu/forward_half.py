@@ -7,12 +7,13 @@ tile goes through memory (AMX tiles can't be computed on), so the softmax is a p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from kilat.backends.cpu import dots
 from kilat.backends.cpu import forward_half_stream as streams
 from kilat.backends.cpu import forward_half_tiles as tiles
 from kilat.backends.cpu.emit import F32, I1, I32, I64, PTR, Function, Module, Value, Var
-from kilat.backends.cpu.forward import BLOCK_KV, FIRST, FORWARD, MAX_BLOCKS, TASK, WARY_TILES, Worker
+from kilat.backends.cpu.forward import BLOCK_KV, FIRST, FORWARD, MAX_BLOCKS, TASK, WARY_TILES, Parts, Worker
 from kilat.backends.cpu.forward_tiles import build_epilogue, build_hide, geometry
 from kilat.backends.cpu.gemm import Blocking
 from kilat.backends.cpu.isa import Isa
@@ -175,7 +176,8 @@ class HalfWorker(Worker):
     """
 
     def __init__(self, f: Function, parts: HalfParts, tile: Function) -> None:
-        super().__init__(f, parts, tile)
+        # The base class takes no more of them than the block, mask_bits and the epilogue: the rest is overridden here.
+        super().__init__(f, cast("Parts", parts), tile)
         self.half, self.stream = parts, parts.stream
         # Which of two buffers is next: strips, P, V^T.
         self.turn, self.p_turn, self.v_turn = (f.var(I64, 0) for _ in range(3))
@@ -213,7 +215,7 @@ class HalfWorker(Worker):
             self._finish()
 
     def _group(self, j0: Value, nb: Value) -> None:
-        """A group of keys for all query blocks: look at the mask, bring K and V in if someone sees them, do the units."""
+        """A group of keys for all query blocks: look at the mask, bring K and V in if they are seen, do the units."""
         f, seen, kinds = self.f, self.f.var(I64, 0), self.scratch.at(self.read("at_kinds"))
         nbs = (f.minimum(nb, BLOCK_KV), f.maximum(nb - BLOCK_KV, 0))
         with f.range(0, self.blocks) as s:
@@ -307,15 +309,15 @@ class HalfWorker(Worker):
         redo, masked = f.var(I64, 0), partial | (keys % 32).ne(0)
         with f.when(masked):
             for n in (0, 1):
-                with f.when(kinds[n].eq(2)):
-                    with f.range(0, BLOCK_KV) as row:
-                        f.store(f.select(row < nbs[n], f.const(-1, I64), 0), bits, row * 8 + n * TILE_BITS)
+                with f.when(kinds[n].eq(2)), f.range(0, BLOCK_KV) as row:
+                    f.store(f.select(row < nbs[n], f.const(-1, I64), 0), bits, row * 8 + n * TILE_BITS)
         for x in (True, False):
             with f.when(masked if x else ~masked):
                 redo.set(f.call(stream.unit[x], jobs, strips, self.turn.get(), count, p,
                                 bits.at(start * (2 * tiles.VECTORS)), mp, lp, first,
                                 FORWARD.floating(f, self.p, "scale", F32), n_scores, k, k_next, qt_next,
-                                self.due.get(), self.due_blocks.get(), self.due_steps.get(), *self._far(s, j0)))  # fmt: skip
+                                self.due.get(), self.due_blocks.get(), self.due_steps.get(),
+                                *self._far(s, j0)))  # fmt: skip
         self.turn.set((self.turn.get() + count) & 1)
         self.primed.set(f.cast("ptrtoint", k_next, I64))
         self.due_blocks.set(0)

@@ -29,8 +29,8 @@ VT_PITCH = UNIT_KEYS * 2
 
 # 2^r = 1 + c1 r + ... on 0 <= r < 1, fitted as the coefficients in `math`: relative error 8e-8
 _EXP2_FLOOR = (0.693151311807122, 0.24016445013634966, 0.05579991315014488, 0.009017030275293736, 0.0018671300868336837)
-# Above this the reference maximum in base 2 could overflow; such tiles are done step by step.
-_LARGEST_MAXIMUM = 1e37
+# Above this the rounding of the maximum would show beside the fused scores; such tiles are done step by step.
+_LARGEST_MAXIMUM = 1e6
 
 # What a job adds to: pointers to A, B and C and the pitch of A; one record for scores, one for P V.
 _BASES = Params("a", "a_pitch", "b", "c")
@@ -107,10 +107,8 @@ def _build_prepare(m: Module) -> Function:
         steps = dim >> 5
         with f.range(0, STRIP, 16) as i, f.range(0, 2) as j, f.range(0, steps) as k:
             job(i * dim * 2 + k * 64, k * (16 * ROW) + j * 128, i * ROW + j * 128, marks(k, steps, _ZERO, 0))
-        with f.range(1, STRIPS + 1) as strips, f.range(0, dim_v, 16) as d, f.range(0, 2) as j:
-            with f.range(0, strips) as k:
-                flags = marks(k, strips, _LOAD, _PRODUCT)
-                job(d * VT_PITCH + k * 64, k * (16 * ROW) + j * 128, d * ROW + j * 128, flags)
+        with f.range(1, STRIPS + 1) as n, f.range(0, dim_v, 16) as d, f.range(0, 2) as j, f.range(0, n) as k:
+            job(d * VT_PITCH + k * 64, k * (16 * ROW) + j * 128, d * ROW + j * 128, marks(k, n, _LOAD, _PRODUCT))
     return f
 
 
@@ -179,7 +177,9 @@ def _build_unit(m: Module, masked: bool) -> Function:
     args = [PTR, PTR, I64, I64, PTR, PTR, PTR, PTR, I64, F32, I64, PTR, PTR, PTR, PTR, I64, I64]
     args += [PTR, I64, PTR, I64, I64]
     with m.function("unit_masked" if masked else "unit", args, I64) as f:
-        jobs, s, turn, strips, p, bits, mp, lp, first, factor, n_scores, k, k_next, qt_next, pv, blocks, steps = f.args[:-5]
+        jobs, s, turn, strips, p, bits, mp, lp, first, factor, n_scores, k, k_next, qt_next, pv, blocks, steps = f.args[
+            :-5
+        ]
         far_k, far_k_stride, far_v, far_v_stride, dim_bytes = f.args[-5:]
         vs = range(VECTORS)
         with f.when(first.ne(0)):
@@ -203,6 +203,7 @@ def _build_unit(m: Module, masked: bool) -> Function:
             start = pv.at(done.get() * steps * _JOB_BYTES - scores.get() * _JOB_BYTES)
             done.set(done.get() + per_strip)
             total, to_do = scores.get() + part, score_jobs(jobs)
+
             def put(row: Value, v: int, here: Value = here, t: Value = t) -> None:
                 exps = []
                 for half in (0, 1):
@@ -289,5 +290,3 @@ def _commit(f: Function, mp: Value, lp: Value, sums: list[Value]) -> Value:
         for v, total in enumerate(sums):
             f.store(f.load(VEC, lp, v * VEC.bytes) + total, lp, v * VEC.bytes)
     return f.cast("zext", any_redo, I64)
-
-

@@ -7,6 +7,7 @@ S and O^T stay float32 as in the float kernel (same lanes, same bits of masks); 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from kilat.backends.cpu.dots import STEP, pack_pairs
 from kilat.backends.cpu.emit import F32, I1, I16, I32, I64, PTR, Function, Module, Type, Value
@@ -22,7 +23,7 @@ DEGREE = 5
 
 
 def build_load_raw(m: Module) -> Function:
-    """load_raw(base, stride, pages, page_size, page_stride, first, rows, pad, dst, pitch, dim): bfloat16 rows as they are.
+    """load_raw(base, stride, pages, page_size, page_stride, first, rows, pad, dst, pitch, dim): rows as they are.
 
     dst[r][0 : pitch / 2] = row r, zero behind dim, rows up to pad zero; pitch is a multiple of 64. Rows are found as
     in `load_rows`. Returns 1 if some number is not finite.
@@ -56,7 +57,7 @@ def build_load_raw(m: Module) -> Function:
 
 
 def build_transpose_pairs(m: Module) -> Function:
-    """transpose_pairs(src, src_pitch, dst, dst_pitch, rows, columns): bfloat16 dst[c][r] = src[r][c]; multiples of 32."""
+    """transpose_pairs(src, src_pitch, dst, dst_pitch, rows, columns): dst[c][r] = src[r][c]; multiples of 32."""
     short = I16.vec(LANES)
     with m.function("transpose_pairs", [PTR, I64, PTR, I64, I64, I64]) as f:
         src, src_pitch, dst, dst_pitch, rows, columns = f.args
@@ -92,7 +93,8 @@ def build_softmax_pairs(m: Module, masked: bool, lazy: bool) -> Function:
         scale, vs = f.splat(factor, LANES), range(VECTORS)
 
         def score(n: Value, v: int, minus: Value) -> Value:
-            x = f.fma(f.load(VEC, s, n * ROW + v * VEC.bytes), scale, minus)
+            # Not fused: the scaled score is rounded as it was for the maximum, so that no x is above 0 by a rounding.
+            x = f.load(VEC, s, n * ROW + v * VEC.bytes) * scale + minus
             return f.select(lane_bits(f, bits, n * VECTORS + v, LANES), x, -math.inf) if masked else x
 
         if not lazy:
@@ -131,11 +133,9 @@ def build_softmax_pairs(m: Module, masked: bool, lazy: bool) -> Function:
     return f
 
 
-def _raise_maximum(f: Function, args: tuple[Value, ...], score: object) -> None:
+def _raise_maximum(f: Function, args: tuple[Value, ...], score: Callable[[Value, int], Value]) -> None:
     """Bring max up to the tile's maxima where they rise enough, and sum and OT with it."""
     _, nb, mp, lp, ot, dim_v = args
-    if not callable(score):
-        raise TypeError(f"score must be callable; got {type(score).__name__}")
     tops = [f.var(VEC, -math.inf) for _ in range(VECTORS)]
     with f.range(0, nb) as n:
         for v, top in enumerate(tops):
