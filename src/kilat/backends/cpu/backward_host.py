@@ -218,17 +218,18 @@ class Backward:
         """Where each split sums its dQ; the first in dq itself, if the rows of that are whole compute vectors."""
         p, plan = self.problem, self.plan
         batch = 0 if plan.ragged[0] else 1
+        split = second = 0
         if p.dtype in ("float32", "float64") and p.head_dim % plan.block.lanes == 0:
-            more = torch.empty((plan.splits - 1, *dq.shape), dtype=dq.dtype, device="cpu")
-            first, second, strides = dq.data_ptr(), self.pointer(more), byte_strides(dq)
+            first, strides = dq.data_ptr(), byte_strides(dq)
             of_b, of_n, of_h = batch * strides[0], strides[-3], strides[-2]
+            if plan.splits > 1:
+                more = torch.empty((plan.splits - 1, *dq.shape), dtype=dq.dtype, device="cpu")
+                second, split = self.pointer(more) - first, byte_strides(more)[0]
         else:
             lanes = backward_half.BLOCK if plan.half else plan.block.lanes
             pad = -(-p.head_dim // lanes) * lanes
             shape = (plan.splits, dq.shape[0] if batch else 1, p.num_heads_q, dq.shape[-3], pad)
             more = torch.empty(shape, dtype=torch_compute(p), device="cpu")
-            first, (size, of_b, of_h, of_n, _) = self.pointer(more), byte_strides(more)
-            second, of_b = first + size, batch * of_b
-        split = byte_strides(more)[0]
-        self.put({"acc": first, "acc_b": of_b, "acc_n": of_n, "acc_h": of_h})
-        self.put({"acc_second": second - first, "acc_split": split})
+            first, (split, of_b, of_h, of_n, _) = self.pointer(more), byte_strides(more)
+            second, of_b = split, batch * of_b
+        self.put({"acc": first, "acc_b": of_b, "acc_n": of_n, "acc_h": of_h, "acc_second": second, "acc_split": split})
