@@ -26,8 +26,7 @@ BLOCK = Blocking(F32, tiles.LANES, 4, tiles.VECTORS, tiles.VECTORS)
 # K and V come in by groups of two key tiles, at multiples of GROUP: that P V runs over so many keys at once saves loads
 # and stores of the accumulator.
 GROUP = streams.UNIT_KEYS
-# Buffers at equal addresses modulo 4096 look like the same to the load unit, which then waits for stores for nothing
-# (measured: 2.5 times the time of a unit at dimension 128).
+# Buffers at equal addresses modulo 4096 look like the same to the load unit, which then waits for stores for nothing.
 SKEW = 192
 VT_BYTES = streams.VT_PITCH  # of a row of V^T
 P_BYTES = GROUP // 2 * tiles.ROW + SKEW
