@@ -222,14 +222,14 @@ def _execute(plan: Plan, launch: Launch, o: Operands, out: Tensor, lse: Tensor) 
 
 
 def _outputs(call: Call, o: Operands) -> tuple[Tensor, Tensor]:
-    """Output tensors, rows outside every sequence filled."""
+    """Output tensors, rows outside every sequence filled; torch's default device may be another than the CPU."""
     p = call.problem
     dtype = getattr(torch, p.out_dtype)
     shape = (*o.q.shape[:-1], p.head_dim_v)
     lse_shape = (p.num_heads_q, o.q.shape[0]) if call.ragged_q else (o.q.shape[0], p.num_heads_q, o.q.shape[1])
     usable = o.out is not None and o.out.dtype == dtype and o.out.stride(-1) == 1
-    out = o.out if usable and o.out is not None else torch.empty(shape, dtype=dtype)
-    lse = torch.empty(lse_shape, dtype=torch_compute(p))
+    out = o.out if usable and o.out is not None else torch.empty(shape, dtype=dtype, device="cpu")
+    lse = torch.empty(lse_shape, dtype=torch_compute(p), device="cpu")
     if not call.covers_queries:
         out.zero_()
         lse.fill_(-torch.inf)

@@ -22,7 +22,7 @@ def borrow(size: int) -> Generator[int]:
     except IndexError:
         buffer = None
     if buffer is None or buffer.numel() < size + 64:
-        buffer = torch.empty(max(size + 64, 1 << 20), dtype=torch.uint8)
+        buffer = torch.empty(max(size + 64, 1 << 20), dtype=torch.uint8, device="cpu")
     yield -(-buffer.data_ptr() // 64) * 64
     if len(_free) < _KEPT and buffer.numel() <= _LARGEST:
         _free.append(buffer)
