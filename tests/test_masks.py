@@ -191,7 +191,7 @@ def test_bounds_without_tensors_are_kept_and_bounded() -> None:
         bounds(mask, 0, 64, 64)[0, 0, 0] = 1
     for q_len in range(1 << 20, (1 << 20) + 8):
         bounds(Causal(), 0, q_len, q_len)
-    assert sum(a.nbytes for a in core._cache.values()) <= core._CACHE_BYTES
+    assert sum(a.nbytes for a in core._known.bounds.values()) <= core._CACHE_BYTES
 
 
 @pytest.mark.parametrize("left", [0, 1, 5, 2**30, INT32_MAX - 1, INT32_MAX])

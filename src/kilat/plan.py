@@ -122,7 +122,7 @@ def lookup(options: Options, operands: Operands, names: tuple[str, ...], grad: b
         if True in wanted:
             key += (wanted,)
         if operands.out is not None:
-            key += ("out", *_meta(operands.out))
+            key += ("out", *_meta(operands.out), grad and operands.out.requires_grad)
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Something is not a strided tensor, or an option cannot be hashed: validation says which, in its own words.

@@ -164,6 +164,8 @@ def _check_options(options: Options, operands: Operands) -> None:
             )
         if out.shape[-1] > 1 and out.stride(-1) != 1:
             fail(ValueError, "out must be contiguous in its last axis", strides=list(out.stride()))
+        if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.stride(), strict=True)):
+            fail(ValueError, "out must not be expanded: each number needs a place", strides=list(out.stride()))
 
 
 def _check_no_grad(operands: Operands) -> None:
@@ -171,7 +173,10 @@ def _check_no_grad(operands: Operands) -> None:
     if not torch.is_grad_enabled():
         return
     names = operands.present()
-    for name, tensor in zip(names, operands.flatten(names), strict=True):
+    named = dict(zip(names, operands.flatten(names), strict=True))
+    if operands.out is not None:
+        named["out"] = operands.out
+    for name, tensor in named.items():
         if tensor.requires_grad:
             fail(
                 ValueError,

@@ -66,8 +66,8 @@ def check_scores(options: Options, operands: Operands, batch: int) -> None:
 
 
 def _sizes(layout: str, operands: Operands) -> tuple[Any, Any]:
-    """Lengths that tensors of pairs must have at least; 1 where only values say them."""
-    return tuple(1 if n is None else n for n in _lengths(layout, operands))  # type: ignore[return-value]
+    """Lengths that tensors of pairs must have at least; 0 where only values say them: all sequences may be empty."""
+    return tuple(0 if n is None else n for n in _lengths(layout, operands))  # type: ignore[return-value]
 
 
 def _check_slopes(slopes: Tensor, q: Tensor, batch: int) -> None:

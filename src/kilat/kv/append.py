@@ -23,12 +23,14 @@ def append(cache: Cache, k_new: Any, v_new: Any, cu_seqlens_new: Any, batch_inde
     if isinstance(cu_seqlens_new, np.ndarray):
         cu_seqlens_new = int32_tensor("cu_seqlens_new", cu_seqlens_new)
     _check_tensors(cache, k_new, v_new, cu_seqlens_new is not None)
-    entries = cache.batch if batch_index is None else len(batch_index)
+    if rotary is not None:
+        _check_rotary(cache, rotary)
+    index = _batch_index(batch_index, cache)
+    entries = cache.batch if index is None else index.shape[0]
     if cu_seqlens_new is not None:
         check_int32("cu_seqlens_new", cu_seqlens_new, (entries + 1,), "n + 1", cache.k.device)
     elif k_new.shape[0] != entries:
         fail(ValueError, "k_new must have an entry for each sequence appended to", k_new=k_new.shape, sequences=entries)
-    index = _batch_index(batch_index, cache)
     checked = cache.k.device.type == "cpu" and not torch.compiler.is_compiling()
     if checked:
         _check_values(cache, k_new, cu_seqlens_new, index)
@@ -82,13 +84,29 @@ def _check_tensors(cache: Cache, k_new: Tensor, v_new: Tensor | None, ragged: bo
             fail(TypeError, f"{name} must have the cache's dtype {old.dtype}", dtype=new.dtype)
         if new.shape[-2:] != old.shape[-2:]:
             fail(ValueError, f"{name} must end in {list(old.shape[-2:])}", shape=new.shape)
+        if any(n > 1 and stride == 0 for n, stride in zip(old.shape, old.stride(), strict=True)):
+            shown = f"{name[0]} of the cache must not be expanded: each number needs a place"
+            fail(ValueError, shown, strides=list(old.stride()))
         if new.shape[: len(axes)] != k_new.shape[: len(axes)]:
             fail(ValueError, "k_new and v_new must have the same tokens", k_new=k_new.shape, v_new=new.shape)
+
+
+def _check_rotary(cache: Cache, rotary: Any) -> None:
+    if not (hasattr(rotary, "turn") and hasattr(rotary, "rotary_dim")):
+        fail(TypeError, "rotary must be a Rotary or None", type=type(rotary).__name__)
+    check_device("rotary", rotary.cos, cache.k.device)
+    if rotary.rotary_dim > cache.k.shape[-1]:
+        got = {"rotary_dim": rotary.rotary_dim, "head_dim": cache.k.shape[-1]}
+        fail(ValueError, "rotary_dim must not exceed head_dim", **got)
 
 
 def _batch_index(batch_index: Any, cache: Cache) -> Tensor | None:
     if batch_index is None:
         return None
+    if isinstance(batch_index, list | tuple) and not batch_index:
+        return torch.zeros(0, dtype=torch.int64, device=cache.k.device)
+    if not isinstance(batch_index, Tensor | np.ndarray | list | tuple):
+        fail(TypeError, "batch_index must be integers [n]", type=type(batch_index).__name__)
     index = torch.as_tensor(batch_index, device=cache.k.device)
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
         fail(TypeError, "batch_index must be integers [n]", shape=index.shape, dtype=index.dtype)

@@ -215,8 +215,32 @@ def batch_entry(tensor: Any, b: int) -> Any:
 
 
 _CACHE_BYTES = 1 << 25
-_cache: dict[tuple[Any, ...], Int32] = {}
-_cache_lock = threading.Lock()
+_ENTRY_BYTES = 256  # about what a key and an array cost beside the numbers
+
+
+class _Known:
+    """Bounds by mask and lengths, the oldest dropped where they take more than `_CACHE_BYTES`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.bounds: dict[tuple[Any, ...], Int32] = {}
+        self.bytes = 0
+
+    def put(self, key: tuple[Any, ...], value: Int32) -> None:
+        """Remember `value`; two threads may bring the same."""
+        with self.lock:
+            self.bytes -= self._cost(self.bounds.pop(key, None))
+            self.bounds[key] = value
+            self.bytes += self._cost(value)
+            while self.bytes > _CACHE_BYTES and len(self.bounds) > 1:
+                self.bytes -= self._cost(self.bounds.pop(next(iter(self.bounds))))
+
+    @staticmethod
+    def _cost(value: Int32 | None) -> int:
+        return 0 if value is None else value.nbytes + _ENTRY_BYTES
+
+
+_known = _Known()
 
 
 def bounds(mask: Mask | None, b: int, q_len: int, kv_len: int) -> Int32:
@@ -227,16 +251,12 @@ def bounds(mask: Mask | None, b: int, q_len: int, kv_len: int) -> Int32:
     its tensors. Raises ValueError if a bound decreases, TypeError for a mask that is not made of intervals.
     """
     key = (mask, q_len, kv_len)
-    cached = _cache.get(key)  # masks with tensors, which may change in place, are never put there
+    cached = _known.bounds.get(key)  # masks with tensors, which may change in place, are never put there
     if cached is not None:
         return cached
     result = _bounds(mask, b, q_len, kv_len)
     if mask is None or not mask.tensors():
-        with _cache_lock:
-            held = sum(a.nbytes + 256 for a in _cache.values()) + result.nbytes
-            while _cache and held > _CACHE_BYTES:
-                held -= _cache.pop(next(iter(_cache))).nbytes + 256
-            _cache[key] = result
+        _known.put(key, result)
     return result
 
 
