@@ -257,7 +257,10 @@ def build_add_rows(m: Module, block: Blocking) -> Function:
 
 def build_add_select(m: Module, block: Blocking) -> Function:
     """add_select(bits, T, B, pitch, dst, dst_pitch, vectors, nr, nb, by_key): the sums of add_keys (by_key = 1) and
-    add_rows (0) over visible pairs only, for partial tiles whose B holds NaN or inf. Slow and exact."""
+    add_rows (0) over visible pairs only, for partial tiles whose B holds NaN or inf. Slow and exact.
+
+    Sums run as in those two, so that what sees finite numbers alone gets the bits that it would have had.
+    """
     vec, size, row = (
         block.compute.vec(block.lanes),
         block.compute.bytes,
@@ -266,15 +269,18 @@ def build_add_select(m: Module, block: Blocking) -> Function:
     with m.function("add_select", [PTR, PTR, PTR, I64, PTR, I64, I64, I64, I64, I64]) as f:
         bits, t, b, pitch, dst, dst_pitch, vectors, nr, nb, by_key = f.args
         keys = by_key.ne(0)
-        with f.range(0, nr) as r, f.range(0, nb) as n:
-            word = f.load(I16, bits, (r * block.vectors + n // block.lanes) * 2)
-            lane = f.cast("trunc", n % block.lanes, I16)
-            with f.when(((word >> lane) & 1).ne(0)):
-                x = f.splat(f.load(block.compute, t, r * row + n * size), block.lanes)
-                source = b.at(f.select(keys, r, n) * pitch)
-                to = dst.at(f.select(keys, n, r) * dst_pitch)
-                with f.range(0, vectors * vec.bytes, vec.bytes) as o:
-                    f.store(f.fma(x, f.load(vec, source, o), f.load(vec, to, o)), to, o)
+        outer, inner = f.select(keys, nb, nr), f.select(keys, nr, nb)
+        with f.range(0, outer) as a, f.range(0, vectors * vec.bytes, vec.bytes) as o:
+            acc = f.var(vec, 0.0)
+            with f.range(0, inner) as c:
+                r, n = f.select(keys, c, a), f.select(keys, a, c)
+                word = f.load(I16, bits, (r * block.vectors + n // block.lanes) * 2)
+                lane = f.cast("trunc", n % block.lanes, I16)
+                with f.when(((word >> lane) & 1).ne(0)):
+                    x = f.splat(f.load(block.compute, t, r * row + n * size), block.lanes)
+                    acc.set(f.fma(x, f.load(vec, b.at(c * pitch), o), acc.get()))
+            to = dst.at(a * dst_pitch)
+            f.store(f.load(vec, to, o) + acc.get(), to, o)
     return f
 
 

@@ -135,13 +135,15 @@ def build_product_select(m: Module, geo: Geometry) -> Function:
     vec, t = geo.vector, geo.compute
     with m.function("product_select", [PTR, PTR, PTR, I64, I64, PTR]) as f:
         p, v_rows, o, width, nb, bits = f.args
-        with f.range(0, nb) as n:
-            word = f.load(I16, bits, n // geo.lanes * 2)
-            with f.when((f.cast("zext", word, I64) >> (n % geo.lanes) & 1).ne(0)):
-                x = f.splat(f.load(t, p, n * t.bytes), geo.lanes)
-                with f.range(0, width) as d:
+        with f.range(0, width) as d:
+            acc = f.var(vec, 0.0)  # summed as in `product`: rows that see finite numbers alone keep their bits
+            with f.range(0, nb) as n:
+                word = f.load(I16, bits, n // geo.lanes * 2)
+                with f.when((f.cast("zext", word, I64) >> (n % geo.lanes) & 1).ne(0)):
+                    x = f.splat(f.load(t, p, n * t.bytes), geo.lanes)
                     y = f.load(vec, v_rows.at(n * width * vec.bytes), d * vec.bytes)
-                    f.store(f.fma(x, y, f.load(vec, o, d * vec.bytes)), o, d * vec.bytes)
+                    acc.set(f.fma(x, y, acc.get()))
+            f.store(f.load(vec, o, d * vec.bytes) + acc.get(), o, d * vec.bytes)
     return f
 
 

@@ -276,18 +276,21 @@ def _last_live(f: Function, bits: Value, nb: Value) -> list[Value]:
 
 
 def build_product_select(m: Module, block: Blocking) -> Function:
-    """product for a partial tile whose V holds NaN or inf: a query adds only keys that it sees. Slow and exact."""
+    """product for a partial tile whose V holds NaN or inf: a query adds only keys that it sees. Slow and exact.
+
+    Sums run as in `product`, so the rows that see finite numbers alone get the bits that they would have had.
+    """
     vec, row = block.compute.vec(block.lanes), block.vectors * block.lanes * block.compute.bytes
     with m.function("product_select", [PTR, PTR, I64, PTR, I64, I64, PTR]) as f:
         p, v_rows, pitch, ot, nb, dim_v, bits = f.args
         with f.range(0, dim_v) as d, f.range(0, block.vectors) as v:
             at = d * row + v * vec.bytes
-            acc = f.var(vec, f.load(vec, ot, at))
+            acc = f.var(vec, 0.0)
             with f.range(0, nb) as n:
                 x = f.splat(f.load(block.compute, v_rows, n * pitch + d * vec.scalar.bytes), vec.lanes)
                 y = f.fma(x, f.load(vec, p, n * row + v * vec.bytes), acc.get())
                 acc.set(f.select(lane_bits(f, bits, n * block.vectors + v, block.lanes), y, acc.get()))
-            f.store(acc.get(), ot, at)
+            f.store(f.load(vec, ot, at) + acc.get(), ot, at)
     return f
 
 
