@@ -7,7 +7,7 @@ from dataclasses import replace
 import helpers
 import pytest
 import torch
-from cases import BY_NAME, MASKS, Case
+from cases import BY_NAME, MASKS, SCORES, Case
 from test_cpu_backward import prepared
 
 from kilat import accuracy, reference
@@ -28,7 +28,19 @@ CASES = [
     *(replace(BY_NAME[name], name=name + "-half") for name in (
         "padded-bfloat16", "ragged-bfloat16", "ragged-causal", "ragged-ones", "ragged-all-empty", "padded-none-none",
         "strides-packed-float32", "strides-expanded_heads-float32", "heads6-2", "sink-key_range_empty",
-        "bfloat16-huge", "bfloat16-tiny", "bfloat16-scale0")),
+        "bfloat16-huge", "bfloat16-tiny", "bfloat16-scale0", "bfloat16-rich", "bfloat16-negative",
+        "ragged-all", "padded-keep")),
+    *(
+        Case(f"score-{scores}-{mask}", seqlen=(150, 130), heads=(2, 1), head_dim=32, mask=mask, scores=scores)
+        for scores in SCORES
+        for mask in ("none", "causal")
+        if scores != "none"
+    ),
+    *(
+        Case(f"dropout-{kind}-{mask}", seqlen=(70, 130), head_dim=40, mask=mask, dropout=kind)
+        for kind in ("philox", "keep")
+        for mask in ("none", "window")
+    ),
     Case("chunks-64", batch=1, heads=(2, 1), seqlen=(300, 1100), mask="causal", head_dim=64, sink=True),
     Case("chunks-128", batch=1, heads=(1, 1), seqlen=(200, 600), mask="window_first", head_dim=128),
     Case("chunks-256", batch=1, heads=(1, 1), seqlen=(100, 300), mask="dense", head_dim=200),
@@ -55,16 +67,18 @@ def test_gradients_agree_with_the_oracle(case: Case) -> None:
     want.check(grads)
 
 
-def test_scores_dropout_and_other_types_stay_with_the_float_kernels() -> None:
+def test_other_types_stay_with_the_float_kernels() -> None:
     amx = host_isa()
-    for name in ("bfloat16-rich", "bfloat16-bias", "bfloat16-out-float32", "float32-full", "float16-full"):
+    for name in ("bfloat16-out-float32", "float32-full", "float16-full"):
         problem, *_ = prepared(helpers.build(BY_NAME[name]))
         assert not backward_half.supports(problem, amx), name
     problem, *_ = prepared(helpers.build(BY["size-64x64-none"]))
     assert not backward_half.supports(problem, replace(amx, has_amx=False))
 
 
-@pytest.mark.parametrize("name", ["mask-dense", "chunks-64", "split-causal", "split-window", "split-ragged"])
+@pytest.mark.parametrize(
+    "name", ["mask-dense", "bfloat16-rich-half", "chunks-64", "split-causal", "split-window", "split-ragged"]
+)
 def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     call = helpers.build(BY[name])
     args = (*prepared(call), call.dout, call.dlse)
@@ -91,6 +105,7 @@ def test_only_what_is_asked_for_comes_back_and_is_the_same(wanted: set[str]) -> 
 
 # Tiles that are partial, whole, and whole but ragged.
 SICK = ["mask-causal", "mask-window_first", "mask-dense", "mask-none", "size-64x64-none", "size-129x200-causal"]
+SICK += ["score-all-causal", "score-bias_holes-none", "dropout-philox-none"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)

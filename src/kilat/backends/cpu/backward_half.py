@@ -1,4 +1,4 @@
-"""The backward kernels for bfloat16 with AMX tiles: plain problems, that is any mask, but no scores and no dropout.
+"""The backward kernels for bfloat16 with AMX tiles: any mask, scores and dropout.
 
 The same tasks, masks, delta, dQ buffers and determinism as `backward`; what differs is how a chunk of keys meets a
 tile of queries. Q, K, V, dO, P and dS are bfloat16, all sums float32. Per tile S and dP go through scratch in strips
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kilat.backends.cpu.backward import CHUNKS, Main, Rows, build_delta_rows, build_finish_rows
-from kilat.backends.cpu.backward_bias import build_sink
+from kilat.backends.cpu.backward_bias import build_bias, build_sink
+from kilat.backends.cpu.backward_half_steps import STEPS_BYTES, StepParts, build_step_parts
 from kilat.backends.cpu.backward_half_tiles import (
     BLOCK,
     HALF_ROW,
@@ -27,14 +28,14 @@ from kilat.backends.cpu.backward_half_tiles import (
 )
 from kilat.backends.cpu.backward_parts import Parts, build_parts
 from kilat.backends.cpu.dots import configure_tiles, release_tiles
-from kilat.backends.cpu.emit import F32, I1, I64, PTR, Function, Module, Value
+from kilat.backends.cpu.emit import F32, I64, PTR, Function, Module, Value
 from kilat.backends.cpu.tiles_mask import ALL, NONE, PARTIAL
 
 if TYPE_CHECKING:
     from kilat.backends.cpu.isa import Isa
     from kilat.problem import Problem
 
-EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_sink")
+EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_bias", "run_sink")
 
 # Keys whose K, V, dK and dV a task holds at a time, by the larger head size: what leaves room in the L2 cache.
 _CHUNK_KEYS = ((64, 512), (128, 256), (256, 128), (512, 64))
@@ -45,8 +46,7 @@ SCORE_JOBS = 4  # of a strip
 
 def supports(problem: Problem, isa: Isa) -> bool:
     """Whether these kernels do this problem on this machine."""
-    half = problem.dtype == "bfloat16" and problem.out_dtype == "bfloat16"
-    return isa.has_amx and half and not problem.scores and not problem.dropout
+    return isa.has_amx and problem.dtype == "bfloat16" and problem.out_dtype == "bfloat16"
 
 
 def chunk_tiles(head_dim: int, longest: int) -> int:
@@ -63,27 +63,31 @@ def build(isa: Isa) -> str:
     for name, callee in zip(("run_deltas", "run_finish"), rows, strict=True):
         with m.function(name, [PTR], exported=True) as f:
             Rows(f, parts).run(callee)
-    half, dq = build_half_parts(m), build_dq(m)
+    half, steps, dq = build_half_parts(m), build_step_parts(m, parts.block), build_dq(m)
     with m.function("run_chunks", [PTR], exported=True) as f:
         configure_tiles(f, 8)
-        worker = HalfMain(f, parts, rows, half, dq)
+        worker = HalfMain(f, parts, rows, (half, steps, dq))
         worker.each_task(CHUNKS, worker.task)
         release_tiles(f)
+    build_bias(m, parts)
     build_sink(m, parts)
     return m.text()
 
 
 def scratch_layout(head_dim: int, head_dim_v: int, sub: int) -> tuple[dict[str, int], int]:
-    """Byte offsets of a thread's buffers, and the size of all of them; `sub` key tiles a chunk."""
+    """Byte offsets of a thread's buffers, and the size of all of them; `sub` key tiles a chunk.
+
+    Large enough for the float tile that the bias kernel works on, too.
+    """
     pad, pad_v = (-(-d // BLOCK) * BLOCK for d in (head_dim, head_dim_v))
-    sizes = {"at_q": WIDTH * pad * 4, "at_do": WIDTH * pad_v * 4, "at_out": WIDTH * pad_v * 4}
+    sizes = {"at_q": WIDTH * pad * 4, "at_do": WIDTH * pad_v * 4, "at_out": max(WIDTH * pad_v * 4, STEPS_BYTES)}
     sizes |= {"at_qt": pad * HALF_ROW, "at_dot": pad_v * HALF_ROW, "at_rows": WIDTH * max(pad, pad_v) * 4}
     sizes |= dict.fromkeys(("at_lse", "at_delta"), WIDTH * 4)
     sizes |= dict.fromkeys(("at_p", "at_ds", "at_raw", "at_tmp"), 2 * STRIP * ROW)
-    sizes |= {"at_bits": sub * _BITS, "at_table": 16 * sub, "at_bad": 16 * sub, "at_dq": WIDTH * pad * 4}
+    sizes |= {"at_bits": sub * _BITS, "at_table": max(16 * sub, 512), "at_bad": 16 * sub, "at_dq": WIDTH * pad * 4}
     sizes |= {"at_keys": sub * _TILE_BYTES}
-    sizes |= dict.fromkeys(("at_k", "at_kt"), sub * pad * HALF_ROW)
-    sizes |= {"at_vt": sub * pad_v * HALF_ROW, "at_dk": sub * pad * ROW, "at_dv": sub * pad_v * ROW}
+    sizes |= dict.fromkeys(("at_k", "at_kt"), max(sub, 2) * pad * HALF_ROW)
+    sizes |= {"at_vt": max(sub, 2) * pad_v * HALF_ROW, "at_dk": sub * pad * ROW, "at_dv": sub * pad_v * ROW}
     sizes |= {"at_drop": (SCORE_JOBS + (pad + pad_v) // 16) * JOB_BYTES}  # jobs
     offsets, total = {}, 0
     for name, n in sizes.items():
@@ -116,10 +120,11 @@ class HalfMain(Main):
     """dK and dV of a range of keys, and its part of dQ, by AMX."""
 
     def __init__(
-        self, f: Function, parts: Parts, rows: tuple[Function, Function], half: HalfParts, dq: Function
+        self, f: Function, parts: Parts, rows: tuple[Function, Function], own: tuple[HalfParts, StepParts, Function]
     ) -> None:
         super().__init__(f, parts, rows)
-        self.half, self.dq = half, dq
+        self.half, self.steps, self.dq = own
+        self.modified = (self.read("has_scores") | self.read("dropout")).ne(0)
         self.pad, self.pad_v = ((x + (BLOCK - 1)) & -BLOCK for x in (self.dim, self.dim_v))
         self.scale = self.floating("scale")
 
@@ -191,17 +196,16 @@ class HalfMain(Main):
                 bads = [f.load(I64, self.buffer("at_bad"), s * 16 + o) for o in (0, 8)]
                 bad = bad_rows.get() | bads[0] | bads[1]
                 partial = kind.eq(PARTIAL) | (nr < WIDTH) | (where[-1] < WIDTH)
-                careful = f.var(I1, bad.ne(0) & (partial | (bad & INF).ne(0)))
-                with f.when(careful.get()):
-                    with f.when(kind.eq(ALL)):
-                        f.call(self.half.all_bits, bits, nr, where[-1])
-                    self._exact(head, i0, nr, s)
-                with f.unless(careful.get()):
+                careful = bad.ne(0) & (partial | self.modified | (bad & INF).ne(0))
+                with f.when(careful | self.modified):
+                    self._step_by_step(head, i0, s, (nr, kind, bad), (careful, slots.get()))
+                with f.unless(careful):
                     f.store(s, table, slots.get() * 8)
                     f.store(kind, kinds, slots.get() * 8)
                     slots.set(slots.get() + 1)
         with f.when(slots.get().ne(0)):
-            self._seen_tiles(nr, slots.get())
+            with f.unless(self.modified):
+                self._seen_tiles(nr, slots.get())
             with f.when(self.need["q"]):
                 self._add_dq(self._acc(head, i0), nr, slots.get())
 
@@ -226,7 +230,7 @@ class HalfMain(Main):
         more, strips = jobs.at(SCORE_JOBS * JOB_BYTES), (nr + (STRIP - 1)) >> 5
         waiting, turn = f.var(I64, 0), f.var(I64, 0)
         zero = f.const(0, I64)
-        self._score_jobs(jobs, zero, zero, zero)
+        self._score_jobs(jobs, self._seen(zero), zero, zero)
         f.call(self.half.drain, jobs, SCORE_JOBS)
         with f.range(0, slots) as n:
             done = f.var(I64, 0)
@@ -234,21 +238,27 @@ class HalfMain(Main):
                 last = r.eq(strips - 1)
                 ahead = f.select(last & n.eq(slots - 1), zero, f.const(SCORE_JOBS, I64))
                 with f.when(ahead.ne(0)):
-                    self._score_jobs(jobs, f.select(last, n + 1, n), f.select(last, zero, r + 1), turn.get() ^ 1)
+                    self._score_jobs(
+                        jobs, self._seen(f.select(last, n + 1, n)), f.select(last, zero, r + 1), turn.get() ^ 1
+                    )
                 share = f.select(last, waiting.get() - done.get(), waiting.get() >> 1)
                 self._gradient(n, r, turn.get(), (jobs, ahead, more.at(done.get() * JOB_BYTES), share))
                 done.set(done.get() + share)
                 turn.set(turn.get() ^ 1)
-            waiting.set(self._sum_jobs(more, n, strips << 5))
+            waiting.set(self._sum_jobs(more, self._seen(n), n, strips << 5))
         f.call(self.half.drain, more, waiting.get())
 
     def _turn(self, name: str, turn: Value) -> Value:
         """One of two buffers."""
         return self.buffer(name).at((turn & 1) * (STRIP * ROW))
 
-    def _score_jobs(self, jobs: Value, n: Value, r: Value, turn: Value) -> None:
-        """Jobs of S and dP of strip r of tile n of the table."""
-        f, s = self.f, _slot(self.f, self.buffer("at_table"), n)
+    def _seen(self, n: Value) -> Value:
+        """Number n of the table: a key tile."""
+        return self.f.load(I64, self.buffer("at_table"), n * 8)
+
+    def _score_jobs(self, jobs: Value, s: Value, r: Value, turn: Value) -> None:
+        """Jobs of S and dP of strip r of key tile s."""
+        f = self.f
         for at, (name, right, pad, to) in enumerate((("q", "kt", self.pad, "raw"), ("do", "vt", self.pad_v, "tmp"))):
             left = self.buffer("at_" + name).at(r * STRIP * pad * 2)
             right_tile = self._tile("at_" + right, s, pad, HALF_ROW)
@@ -257,8 +267,8 @@ class HalfMain(Main):
 
     def _gradient(self, n: Value, r: Value, turn: Value, jobs: tuple[Value, Value, Value, Value]) -> None:
         """P and dS of strip r of tile n of the table."""
-        f, table, row = self.f, self.buffer("at_table"), r * STRIP
-        s, kind = _slot(f, table, n), _slot(f, table.at(self.sub * 8), n)
+        f, row = self.f, r * STRIP
+        s, kind = self._seen(n), self._seen(self.sub + n)
         args = (self._turn("at_raw", turn), self._turn("at_tmp", turn), self.buffer("at_lse").at(row * 4),
                 self.buffer("at_delta").at(row * 4), self.buffer("at_bits").at(s * _BITS + row * 8), self.scale,
                 self._turn("at_p", n).at(r * (STRIP // 2 * ROW)), self._turn("at_ds", n).at(r * (STRIP // 2 * ROW)),
@@ -268,9 +278,9 @@ class HalfMain(Main):
         with f.unless(kind.eq(PARTIAL)):
             f.call(self.half.gradient, *args)
 
-    def _sum_jobs(self, jobs: Value, n: Value, queries: Value) -> Value:
-        """Jobs of dV^T += dO^T P and dK^T += Q^T dS of tile n of the table; returns how many."""
-        f, s, count = self.f, _slot(self.f, self.buffer("at_table"), n), self.f.var(I64, 0)
+    def _sum_jobs(self, jobs: Value, s: Value, n: Value, queries: Value) -> Value:
+        """Jobs of dV^T += dO^T P and dK^T += Q^T dS of key tile s, number n of the table; returns how many."""
+        f, count = self.f, self.f.var(I64, 0)
         for name, left, right, pad in (("v", "dot", "p", self.pad_v), ("k", "qt", "ds", self.pad)):
             with f.when(self.need[name]):
                 to = jobs.at(count.get() * JOB_BYTES)
@@ -289,21 +299,33 @@ class HalfMain(Main):
             f.call(self.dq, *args, own, self.pad * 4, (nr + (BLOCK - 1)) & -BLOCK, 0)
             f.call(self.half.add_block, own, self.pad * 4, acc, acc_pitch, nr, self.pitch)
 
-    def _exact(self, head: Value, i0: Value, nr: Value, s: Value) -> None:
-        """A tile pair by pair; what is not asked for goes to a buffer that nobody reads."""
-        f, unread = self.f, self.buffer("at_rows")
-        kt, vt = (self._tile(n, s, pad, HALF_ROW) for n, pad in (("at_kt", self.pad), ("at_vt", self.pad_v)))
-        dq, pitch = f.var(PTR, unread), f.var(I64, self.pad * 4)
-        with f.when(self.need["q"]):
-            dq.set(self._acc(head, i0))
-            pitch.set(self.read("acc_n"))
-        q, do, lse, delta = (self.buffer("at_" + n) for n in ("q", "do", "lse", "delta"))
-        bits = self.buffer("at_bits").at(s * _BITS)
-        f.call(self.half.exact, bits, nr, self.dim, self.dim_v, q, do, kt, vt, lse, delta, self.scale,
-               self._tile("at_dk", s, self.pad, ROW), self._tile("at_dv", s, self.pad_v, ROW),
-               dq.get(), pitch.get())  # fmt: skip
-
-
-def _slot(f: Function, array: Value, n: Value) -> Value:
-    """int64 number n."""
-    return f.load(I64, array, n * 8)
+    def _step_by_step(
+        self, head: Value, i0: Value, s: Value, tile: tuple[Value, Value, Value], how: tuple[Value, Value]
+    ) -> None:
+        """All of a tile but dQ, left to `_add_dq`; if `careful`, dQ too, and only visible pairs are touched."""
+        f, steps, (nr, kind, bad), (careful, n) = self.f, self.steps, tile, how
+        jobs, queries = self.buffer("at_drop"), (nr + (STRIP - 1)) & -STRIP
+        bits, p, ds = self.buffer("at_bits").at(s * _BITS), self.buffer("at_raw"), self.buffer("at_tmp")
+        j0, nb, shown = self.k0 + s * WIDTH, self._tile_keys(s), f.var(I64, kind)
+        kt, vt = (self._tile(x, s, pad, HALF_ROW) for x, pad in (("at_kt", self.pad), ("at_vt", self.pad_v)))
+        with f.when(careful):
+            with f.when(kind.eq(ALL)):
+                f.call(steps.all_bits, bits, nr, nb)
+                shown.set(PARTIAL)
+            f.call(steps.exact_scores, self.buffer("at_q"), self.dim, kt, nr, p)
+            f.call(steps.exact_scores, self.buffer("at_do"), self.dim_v, vt, nr, ds)
+        with f.unless(careful), f.range(0, queries >> 5) as r:
+            self._score_jobs(jobs, s, r, r)
+            f.call(self.half.drain, jobs, SCORE_JOBS)
+        where = (self.p, self.at["seq"], self.b, head, i0, nr, j0, nb)
+        f.call(steps.steps, *where, shown.get(), bad, bits, self.scratch)
+        with f.when(careful):
+            for name, t, left, dim, pad in (("v", p, "do", self.dim_v, self.pad_v), ("k", ds, "q", self.dim, self.pad)):
+                to = self._tile("at_d" + name, s, pad, ROW)
+                f.call(steps.exact_sums, bits, nr, t, self.buffer("at_" + left), dim, to)
+            with f.when(self.need["q"]):
+                f.call(steps.exact_dq, bits, nr, ds, kt, self.dim, self._acc(head, i0), self.read("acc_n"))
+        with f.unless(careful):
+            f.call(steps.pack_tile, p, ds, nr, self._turn("at_p", n), self._turn("at_ds", n),
+                   self.buffer("at_keys").at(n * _TILE_BYTES))  # fmt: skip
+            f.call(self.half.drain, jobs, self._sum_jobs(jobs, s, n, queries))

@@ -10,14 +10,13 @@ make a vector of pairs by a shift and a blend. With r = 32 n + l, l < 16, word l
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from kilat.backends.cpu.emit import F32, I8, I16, I32, I64, PTR, VOID, Function, Module, Value
 from kilat.backends.cpu.math import LOG2_E, polynomial, transpose
 from kilat.backends.cpu.params import Params
 from kilat.backends.cpu.rows import PREFETCH_ROWS, build_transpose
-from kilat.backends.cpu.tiles import from_bits, to_bits
+from kilat.backends.cpu.tiles import from_bits
 
 LANES, VECTORS = 16, 4
 WIDTH = 64  # queries and keys of a tile
@@ -30,7 +29,7 @@ BLOCK = 32  # rows and columns of C that four AMX tiles hold
 
 # 2^r = 1 + c1 r + ... on 0 <= r < 1, fitted as the coefficients in `math`: relative error 3e-6, below that of P
 _EXP2 = (0.6930448457983823, 0.2412801917695691, 0.052242506127099034, 0.013426664124870993)
-_HIGH = -65536
+HIGH = -65536
 
 # One 32 x 32 block of a product, see `run_job`.
 JOB = Params("a", "a_pitch", "b", "c", "k", "add")
@@ -154,7 +153,7 @@ def build_load_half(m: Module) -> Function:
 
 def pack(low: Value, high: Value) -> Value:
     """Two vectors of float32 bits, already with half a unit added, as one vector of bfloat16 pairs."""
-    return (low >> 16) | (high & _HIGH)
+    return (low >> 16) | (high & HIGH)
 
 
 def rounded(f: Function, x: Value) -> Value:
@@ -246,62 +245,6 @@ def build_gradient(m: Module, masked: bool) -> Function:
     return f
 
 
-# ---- the exact way ---------------------------------------------------------------------------------------------------
-def build_all_bits(m: Module) -> Function:
-    """all_bits(bits, nr, nb): bits of a tile of which all nr x nb pairs are visible."""
-    with m.function("all_bits", [PTR, I64, I64]) as f:
-        bits, nr, nb = f.args
-        with f.range(0, WIDTH) as r, f.range(0, VECTORS) as v:
-            live = f.minimum(f.maximum(f.select(r < nr, nb, f.const(0, I64)) - v * LANES, 0), LANES)
-            word = (f.const(1, I64) << live) - 1
-            f.store(f.cast("trunc", word, I16), bits, r * (2 * VECTORS) + 2 * v)
-    return f
-
-
-def _number_at(f: Function, row: Value, d: Value) -> Value:
-    """Number d of a bfloat16 row, in all lanes."""
-    word = f.cast("zext", f.load(I16, row, d * 2), I32) << 16
-    return f.splat(f.bitcast(word, F32), LANES)
-
-
-def _lanes_at(f: Function, pairs: Value, d: Value, v: Value) -> Value:
-    """16 keys' number d from pairs along d, int32 [dim / 2][64 keys]."""
-    word = f.load(WORDS, pairs, (d >> 1) * ROW + v * VEC.bytes)
-    return f.bitcast(f.select((d & 1).eq(0), word << 16, word & _HIGH), VEC)
-
-
-def build_exact(m: Module) -> Function:
-    """exact(bits, nr, dim, dim_v, Q, dO, KT, VT, lse, delta, scale, dKT, dVT, dQ, dq_pitch): one tile, pair by pair.
-
-    For tiles that hold a number that is not finite: it reaches only what sees it. A score of -inf hides a key.
-    """
-    with m.function("exact", [PTR, I64, I64, I64] + [PTR] * 6 + [F32] + [PTR] * 3 + [I64]) as f:
-        bits, nr, dim, dim_v, q, do, kt, vt, lse, delta, scale, dkt, dvt, dq, dq_pitch = f.args
-        pitch, pitch_v = ((x + (BLOCK - 1) & -BLOCK) * 2 for x in (dim, dim_v))
-        with f.range(0, nr) as r, f.range(0, VECTORS) as v:
-            q_row, do_row, lanes = q.at(r * pitch), do.at(r * pitch_v), v * VEC.bytes
-            s, dp = f.var(VEC, 0.0), f.var(VEC, 0.0)
-            with f.range(0, dim) as d:
-                s.set(f.fma(_number_at(f, q_row, d), _lanes_at(f, kt, d, v), s.get()))
-            with f.range(0, dim_v) as d:
-                dp.set(f.fma(_number_at(f, do_row, d), _lanes_at(f, vt, d, v), dp.get()))
-            row_lse, row_delta = (f.splat(f.load(F32, x, r * 4), LANES) for x in (lse, delta))
-            shown = (s.get() * f.splat(scale, LANES)).ne(-math.inf)
-            seen = f.load(I16, bits, r * (2 * VECTORS) + v * 2) & to_bits(f, shown)
-            mask = from_bits(f, seen, LANES)
-            p = probability(f, s.get(), f.splat(scale, LANES), row_lse, seen)
-            ds = f.select(mask, p * (dp.get() - row_delta), 0.0)
-            for grads, row, x, n in ((dvt, do_row, p, dim_v), (dkt, q_row, ds, dim)):
-                with f.range(0, n) as d:
-                    old = f.load(VEC, grads, d * ROW + lanes)
-                    f.store(f.select(mask, f.fma(x, _number_at(f, row, d), old), old), grads, d * ROW + lanes)
-            with f.range(0, dim) as d:
-                part = f.reduce(f.select(mask, ds * _lanes_at(f, kt, d, v), 0.0), "add")
-                at = dq.at(r * dq_pitch + d * 4)
-                f.store(f.load(F32, at) + part, at)
-    return f
-
-
 def build_add_block(m: Module) -> Function:
     """add_rows_to(src, src_pitch, dst, dst_pitch, rows, bytes): dst[r] += src[r], float32 rows of whole vectors."""
     with m.function("add_rows_to", [PTR, I64, PTR, I64, I64, I64]) as f:
@@ -324,8 +267,6 @@ class HalfParts:
     pairs: Function
     gradient: Function
     gradient_masked: Function
-    all_bits: Function
-    exact: Function
     add_block: Function
 
 
@@ -340,7 +281,5 @@ def build_half_parts(m: Module) -> HalfParts:
         pairs=build_pairs(m),
         gradient=build_gradient(m, masked=False),
         gradient_masked=build_gradient(m, masked=True),
-        all_bits=build_all_bits(m),
-        exact=build_exact(m),
         add_block=build_add_block(m),
     )
