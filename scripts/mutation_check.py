@@ -1,6 +1,6 @@
 """Plant the bugs of tests/mutants.py one at a time and show that the tests catch every one.
 
-    python scripts/mutation_check.py [--only N] [--json benchmarks/results/mutation_check.json]
+    python scripts/mutation_check.py [--only N] [--jobs N] [--json benchmarks/results/mutation_check.json]
 
 Each mutant gets a copy of the package and a cache of kernels of its own; the repository is not touched. A mutant is
 caught if pytest ends with failed tests (exit code 1); anything else, an error of the run included, is not a catch.
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -56,20 +57,23 @@ def run(mutant: Mutant, work: Path) -> tuple[str, float, str]:
     return verdict, time.monotonic() - start, lines[-1] if not crashed else f"signal {-done.returncode}"
 
 
+def check(number: int) -> dict[str, object]:
+    """Plant one mutant, run its tests, print and return what came of it."""
+    mutant = MUTANTS[number]
+    with tempfile.TemporaryDirectory() as folder:
+        verdict, seconds, line = run(mutant, Path(folder))
+    print(f"{number:3} {verdict:8} {seconds:6.1f} s  {mutant.file}: {mutant.new}  [{line}]", flush=True)
+    return {"number": number, **mutant._asdict(), "verdict": verdict, "seconds": round(seconds, 1), "pytest": line}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=int, action="append", help="number of a mutant; may be given again")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    rows, numbers = [], arguments.only or range(len(MUTANTS))
-    for number in numbers:
-        mutant = MUTANTS[number]
-        with tempfile.TemporaryDirectory() as folder:
-            verdict, seconds, line = run(mutant, Path(folder))
-        rows.append(
-            {"number": number, **mutant._asdict(), "verdict": verdict, "seconds": round(seconds, 1), "pytest": line}
-        )
-        print(f"{number:3} {verdict:8} {seconds:6.1f} s  {mutant.file}: {mutant.new}  [{line}]", flush=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        rows = list(pool.map(check, arguments.only or range(len(MUTANTS))))
     missed = [r["number"] for r in rows if r["verdict"] != "caught"]
     print(f"{len(rows) - len(missed)} of {len(rows)} mutants caught; not caught: {missed or 'none'}")
     if arguments.json:
