@@ -1,4 +1,4 @@
-"""What a call must give and how exactly: three runs of the oracle turned into an error budget for each tensor."""
+"""What a call must give and how exactly: four runs of the oracle turned into an error budget for each tensor."""
 
 from __future__ import annotations
 
@@ -48,20 +48,25 @@ def expected(
     """
     chosen: dict[str, Any] = {"rows": rows, "heads": heads}
     runs: list[dict[str, Tensor]] = []
-    for mode in ("plain", "rounded", "magnitude"):
+    for mode in ("plain", "rounded", "opposed", "magnitude"):
         out, lse = reference.forward(problem, operands, exact=True, mode=mode, **chosen)
         found = {"out": out, "lse": lse}
         if dout is not None:
             grads = reference.backward(problem, operands, out, lse, dout, dlse, exact=True, mode=mode, **chosen)
             found |= named(grads)
         runs.append(found)
-    exact, rounded, magnitude = runs
+    exact, rounded, opposed, magnitude = runs
     magnitude["lse"] = torch.ones_like(exact["lse"])
     stored, accumulate = _dtypes(problem, operands), numerics.accumulation_dtype(problem.dtype)
     largest = max_score(problem, operands, **chosen)
     budgets = {
         name: numerics.budget(
-            exact[name], rounded[name], magnitude[name], dtype=stored[name], accumulate=accumulate, max_score=largest
+            exact[name],
+            (rounded[name], opposed[name]),
+            magnitude[name],
+            dtype=stored[name],
+            accumulate=accumulate,
+            max_score=largest,
         )
         for name in exact
     }
@@ -80,10 +85,13 @@ def _dtypes(problem: Problem, op: Operands) -> dict[str, str]:
 def max_score(
     problem: Problem, operands: Operands, rows: Tensor | None = None, heads: tuple[int, ...] | None = None
 ) -> float:
-    """The largest finite |s| of a visible pair, before or after any score modifier: the scale of errors in exp(s)."""
+    """The scale of errors in exp(s): the largest |scale| sum |q_c k_c| or |s| after a score modifier, of visible pairs.
+
+    A dot product is as inexact as the largest of its partial sums, whatever is left of them in the end.
+    """
     largest = 0.0
     for t in reference.tiles(problem, operands, "plain", rows, heads):
-        for s in t.stages:
+        for s in (abs(problem.scale) * t.q.abs() @ t.k.abs().T, *t.stages[1:]):
             seen = s[t.visible & torch.isfinite(s)].abs()
             largest = max(largest, float(seen.max()) if len(seen) else 0.0)
     return largest

@@ -58,17 +58,21 @@ def budget(exact: Any, rounded: Any, magnitude: Any, *, dtype: str, accumulate: 
     follow. Arrays of x's shape:
 
     - exact: x in float64 from the stored inputs, and nothing rounded;
-    - rounded: the same in float64, but with P = exp(s - max) rounded to q's dtype before P V, out rounded to its dtype
-      before delta = sum(dO * out), P = exp(s - lse) rounded before P^T dO, and dS rounded before dS K and dS^T Q. It is
-      the error that no kernel working in that dtype can avoid;
+    - rounded, or a tuple of them: runs in float64 with every entry of P = exp(s - max) moved by half a spacing of q's
+      dtype before P V, of out before delta = sum(dO * out), of P = exp(s - lse) before P^T dO, and of dS before dS K
+      and dS^T Q: up or down at random, which is sqrt(3) times what rounding does in the mean square. It is what no
+      kernel working in that dtype can avoid. In a second run dS moves the other way, so that errors of out and dS
+      cannot cancel in both;
     - magnitude: the sum x with every term replaced by its absolute value: no cancellation.
 
     dtype is what x is stored in, accumulate what sums are kept in (`accumulation_dtype` of q's dtype), and max_score
-    the largest |s| of a visible pair, before and after every score modifier. Only finite entries count.
+    the largest |s| of a visible pair, or |scale| sum |q_c k_c| where that is larger. Only finite entries count.
     """
-    exact, rounded, magnitude = _float64(exact), _float64(rounded), _float64(magnitude)
+    exact, magnitude = _float64(exact), _float64(magnitude)
+    runs = rounded if isinstance(rounded, tuple) else (rounded,)
+    moved = max(max_error(x, exact, finite_only=True) for x in runs)
     return Budget(
-        rounding=2.0 * (1.0 + 12.0 / max(exact.size, 1)) * max_error(rounded, exact, finite_only=True),
+        rounding=2.0 * (1.0 + 12.0 / max(exact.size, 1)) * moved,
         storage=EPS[dtype] * _largest(exact) + TINY[dtype],
         accumulation=ACCUMULATION[accumulate] * (1.0 + max_score) * _largest(magnitude),
     )

@@ -17,8 +17,9 @@ from kilat.problem import Grads, Operands, Problem
 
 BLOCK = 512
 INF = float("inf")
-# plain: nothing rounded; rounded: P, out and dS rounded to q's dtype; magnitude: every term of every sum made positive
-Mode = Literal["plain", "rounded", "magnitude"]
+# plain: nothing rounded; rounded: P, out, dS rounded as badly as q's dtype can; opposed: so too, but dS the other way;
+# magnitude: every term of every sum made positive
+Mode = Literal["plain", "rounded", "opposed", "magnitude"]
 
 
 def attend(problem: Problem, op: Operands, at: parts.Place, h: int, i: Tensor, mode: Mode) -> parts.Tile:
@@ -39,16 +40,11 @@ def attend(problem: Problem, op: Operands, at: parts.Place, h: int, i: Tensor, m
     total = torch.where(peak == -INF, 1.0, e.sum(1) + torch.exp(sink - peak))
     lse, p = peak + torch.log(total), torch.where(visible, e / total[:, None], 0.0)
     factor = parts.dropout(problem, op, at, h, i)
-    if mode == "rounded":  # kernels store exp(s - max) and divide by the sum at the end
-        out = parts.product(rounded(e * factor, op.q.dtype), visible, v) / total[:, None]
+    if mode in ("rounded", "opposed"):  # kernels store exp(s - max) and divide by the sum at the end
+        out = parts.product(parts.rounded(e * factor, op.q.dtype), visible, v) / total[:, None]
     else:
         out = parts.product(p * factor, visible, v.abs() if mode == "magnitude" else v)
     return parts.Tile(at, h, i, q, k, v, stages, visible, p, factor, lse, out)
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest numbers of a narrower type, as float64."""
-    return x.to(dtype).double()
 
 
 def tiles(
@@ -110,23 +106,25 @@ def backward(
     op, grads = operands, parts.Buffers(problem, operands)
     sign, absolute = (1.0, torch.abs) if mode == "magnitude" else (-1.0, lambda x: x)
     for t in tiles(problem, op, mode, rows, heads):
-        store = (lambda x: rounded(x, op.q.dtype)) if mode == "rounded" else (lambda x: x)
+        noisy = mode in ("rounded", "opposed")
         at, h, i, hidden = t.at, t.h, t.i, ~t.visible
         do = absolute(dout[at.q][i, h].double())
         dl = torch.zeros_like(t.lse) if dlse is None else absolute(dlse.transpose(-1, -2)[at.q][i, h].double())
         q, k, v, scale = absolute(t.q), absolute(t.k), absolute(t.v), abs(problem.scale) if sign > 0 else problem.scale
-        o = rounded(t.out, getattr(torch, problem.out_dtype)) if mode == "rounded" else t.out
+        o = parts.rounded(t.out, getattr(torch, problem.out_dtype)) if noisy else t.out
         sees = t.lse > -INF  # a row that sees nothing ignores its do and dlse
         delta = torch.where(t.visible.any(1), (do * o).sum(1), 0.0)
         ds = t.p * (t.factor * (do @ v.T) + (dl + sign * delta)[:, None])
         ds = ds.masked_fill(hidden, 0.0)
         for n in reversed(range(len(problem.scores))):
             grads.add_score(n, t, ds, magnitude=sign > 0)
-            ds = (ds * absolute(parts.slope(problem, op, n, t))).masked_fill(hidden, 0.0)
-        ds = store(ds)
+            ds = (ds * parts.slope(problem, op, n, t, magnitude=sign > 0)).masked_fill(hidden, 0.0)
+        if noisy:
+            ds = parts.rounded(ds, op.q.dtype) if mode == "rounded" else 2.0 * ds - parts.rounded(ds, op.q.dtype)
+        pz = parts.rounded(t.p * t.factor, op.q.dtype) if noisy else t.p * t.factor
         grads.q[at.q][i, h] += scale * parts.product(ds, t.visible, k)
         grads.k[at.kv][:, h // problem.group] += scale * parts.product(ds.T, t.visible.T, q)
-        grads.v[at.kv][:, h // problem.group] += parts.product(store(t.p * t.factor).T, t.visible.T, do)
+        grads.v[at.kv][:, h // problem.group] += parts.product(pz.T, t.visible.T, do)
         if op.sink is not None:
             share = torch.where(sees, torch.exp(op.sink[h].double() - t.lse), 0.0)
             grads.sink[h] += torch.where(sees, share * (dl + sign * delta), 0.0).sum()

@@ -90,6 +90,14 @@ def product(weight: Tensor, visible: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x with every entry half a spacing of `dtype` away, up or down by a fixed coin: the most that rounding can do."""
+    info = torch.finfo(dtype)
+    coins = torch.rand(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=torch.float32)
+    half = 0.5 * (x.abs() * info.eps).clamp(min=info.smallest_normal * info.eps)
+    return torch.where(x == 0, x, torch.where(coins.to(x.device) < 0.5, x + half, x - half))
+
+
 def positions(at: Place, i: Tensor) -> tuple[Tensor, Tensor]:
     """q_pos [rows, 1] and j [1, kv_len]: the last query is aligned with the last key."""
     return (i + at.kv_len - at.q_len)[:, None], torch.arange(at.kv_len, device=i.device)[None]
@@ -197,14 +205,19 @@ def modify(problem: Problem, op: Operands, n: int, s: Tensor, at: Place, h: int,
     return _user(_user_score(score).expr, tensors, s, at, h, i)
 
 
-def slope(problem: Problem, op: Operands, n: int, t: Tile) -> Tensor:
-    """The derivative of score modifier n with respect to its incoming s, where the tile met it."""
+def slope(problem: Problem, op: Operands, n: int, t: Tile, magnitude: bool) -> Tensor:
+    """The derivative of score modifier n with respect to its incoming s, where the tile met it.
+
+    magnitude: of the terms that it is the difference of, since 1 - tanh^2 near 0 is as inexact as 1.
+    """
     score, s = problem.scores[n], t.stages[n]
     if isinstance(score, Softcap):
-        return 1.0 - torch.tanh(s / score.cap) ** 2
+        square = torch.tanh(s / score.cap) ** 2
+        return 1.0 + square if magnitude else 1.0 - square
     if isinstance(score, Alibi | Bias):
         return torch.ones_like(s)
-    return _user(_user_score(score).d_expr, op.score_tensors[n], s, t.at, t.h, t.i)
+    derivative = _user(_user_score(score).d_expr, op.score_tensors[n], s, t.at, t.h, t.i)
+    return 1.0 + derivative.abs() if magnitude else derivative
 
 
 def _user_score(score: ScoreModifier) -> Score:
