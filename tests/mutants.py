@@ -142,8 +142,8 @@ MUTANTS = (
     ),
     Mutant(
         "backends/cpu/backward_products.py",
-        "return exp(f, f.select(x > 0.0, 0.0, x))",
-        "return exp(f, x * 0.5)",
+        "return exp(f, f.select(x > 0.0, 0.0, x), accurate=False)",
+        "return exp(f, x * 0.5, accurate=False)",
         BACKWARD,
     ),
     Mutant(
