@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_bias", "run_sink")
 
 # Keys whose K, V, dK and dV a task holds at a time, by the larger head size: what leaves room in the L2 cache.
-_CHUNK_KEYS = ((64, 512), (128, 256), (256, 128), (512, 64))
+_CHUNK_KEYS = ((128, 512), (256, 256), (512, 128))
 _TILE_BYTES = WIDTH * HALF_ROW
 _BITS = WIDTH * 8  # bytes of bits of a tile
 SCORE_JOBS = 4  # of a strip
