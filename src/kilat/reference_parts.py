@@ -91,10 +91,10 @@ def product(weight: Tensor, visible: Tensor, x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x with every entry half a spacing of `dtype` away, up or down by a fixed coin: the most that rounding can do."""
+    """x, each entry half a spacing of `dtype` larger or smaller by a fixed coin: the most that rounding can do."""
     info = torch.finfo(dtype)
     coins = torch.rand(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=torch.float32)
-    half = 0.5 * (x.abs() * info.eps).clamp(min=info.smallest_normal * info.eps)
+    half = torch.copysign(0.5 * (x.abs() * info.eps).clamp(min=info.smallest_normal * info.eps), x)
     return torch.where(x == 0, x, torch.where(coins.to(x.device) < 0.5, x + half, x - half))
 
 
