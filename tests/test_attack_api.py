@@ -98,3 +98,8 @@ def test_many_lengths_do_not_slow_each_other() -> None:
     assert known.bytes == len(known.bounds) * cost <= core._CACHE_BYTES < known.bytes + cost
     assert (149_999,) in known.bounds
     assert (0,) not in known.bounds
+
+
+def test_queries_without_axes() -> None:
+    with pytest.raises(ValueError, match=r"q must be \[batch, seqlen_q, num_heads_q, head_dim\]; got shape=\[\]"):
+        kilat.attention(torch.tensor(1.0), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))

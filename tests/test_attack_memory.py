@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from helpers import Call, build, expectation
+from helpers import BACKENDS, Call, build, expectation
 from torch import Tensor
 
 import kilat
@@ -156,14 +156,15 @@ def test_nothing_outside_a_tensor_is_touched(behind: bool) -> None:
     assert found.stdout.split()[-1:] == ["done"], found.stdout[-200:] + found.stderr[-3000:]
 
 
-def test_default_device_is_not_where_results_go() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_default_device_is_not_where_results_go(backend: str) -> None:
     """torch.set_default_device must not decide where CPU kernels write."""
-    call = build(replace(_BASE, name="device", scores="bias", sink=True))
+    call = build(replace(_BASE, name="device", mask="predicate", scores="all", sink=True, dropout="philox"))
     wanted = expectation(call, backward=True)
     cached = build(replace(_BASE, name="device-cached", layout="cached", seqlen=(1, 130), lengths_kv=(130, 7)))
     with torch.device("meta"):
-        out, lse, grads = call.gradients("cpu")
-        cached_out, _ = cached.run("cpu")
+        out, lse, grads = call.gradients(backend)
+        cached_out, _ = cached.run(backend)
     assert cached_out.device.type == "cpu"
     wanted.check({"out": out, "lse": lse} | grads)
 

@@ -117,6 +117,7 @@ def _check_sequences(layout: str, operands: Operands, batch: int) -> None:
 def batch_of(layout: str, operands: Operands) -> int:
     """The number of sequences of a call."""
     if layout == "dense":
+        check_rank("q", operands.q, ("batch", "seqlen_q", "num_heads_q", "head_dim"))
         return operands.q.shape[0]
     offsets = operands.cu_seqlens_q
     lengths = operands.seqlens_kv

@@ -75,7 +75,8 @@ class _Torch(_Numpy):
         self.dtypes = {"float": dtype, "int": torch.int64, "bool": torch.bool}
 
     def array(self, x: Any, kind: str) -> Any:
-        return self.xp.as_tensor(x, dtype=self.dtypes[kind])
+        # Where torch has a default device, as_tensor would move tensors there; numbers on the CPU go with any device.
+        return self.xp.as_tensor(x, dtype=self.dtypes[kind], device=getattr(x, "device", "cpu"))
 
     def load(self, tensor: Any, indices: list[Any], kind: str) -> Any:
         device = tensor.device
