@@ -1,6 +1,6 @@
 """Plant the bugs of tests/mutants.py one at a time and show that the tests catch every one.
 
-    python scripts/mutation_check.py [--only N] [--jobs N] [--json benchmarks/results/mutation_check.json]
+    python scripts/mutation_check.py [--only N] [--jobs N] [--resume] [--json benchmarks/results/mutation_check.json]
 
 Each mutant gets a copy of the package and a cache of kernels of its own; the repository is not touched. A mutant is
 caught if pytest ends with failed tests (exit code 1); anything else, an error of the run included, is not a catch.
@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,7 +58,7 @@ def run(mutant: Mutant, work: Path) -> tuple[str, float, str]:
     return verdict, time.monotonic() - start, lines[-1] if not crashed else f"signal {-done.returncode}"
 
 
-def check(number: int) -> dict[str, object]:
+def check(number: int) -> dict[str, Any]:
     """Plant one mutant, run its tests, print and return what came of it."""
     mutant = MUTANTS[number]
     with tempfile.TemporaryDirectory() as folder:
@@ -70,25 +71,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=int, action="append", help="number of a mutant; may be given again")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
+    known = _known(arguments.json) if arguments.resume else {}
+    wanted = [n for n in arguments.only or range(len(MUTANTS)) if n not in known]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(check, arguments.only or range(len(MUTANTS))))
-    missed = [r["number"] for r in rows if r["verdict"] != "caught"]
-    print(f"{len(rows) - len(missed)} of {len(rows)} mutants caught; not caught: {missed or 'none'}")
-    if arguments.json:
-        revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        result = {
-            "command": "python scripts/mutation_check.py",
-            "revision": revision.stdout.strip(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "caught": len(rows) - len(missed),
-            "planted": len(rows),
-            "mutants": rows,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        for row in pool.map(check, wanted):
+            known[row["number"]] = row
+            if arguments.json:
+                _write(arguments.json, [known[n] for n in sorted(known)])
+    missed = [n for n, row in sorted(known.items()) if row["verdict"] != "caught"]
+    print(f"{len(known) - len(missed)} of {len(known)} mutants caught; not caught: {missed or 'none'}")
     return 1 if missed else 0
+
+
+def _known(path: Path | None) -> dict[int, dict[str, Any]]:
+    """Rows of an earlier run whose mutants are still the same, by number."""
+    if path is None or not path.exists():
+        return {}
+    rows = {row["number"]: row for row in json.loads(path.read_text())["mutants"]}
+    return {n: row for n, row in rows.items() if n < len(MUTANTS) and row["new"] == MUTANTS[n].new}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows so far and where they come from, as JSON."""
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = {
+        "command": "python scripts/mutation_check.py",
+        "revision": revision.stdout.strip(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "caught": sum(row["verdict"] == "caught" for row in rows),
+        "run": len(rows),
+        "planted": len(MUTANTS),
+        "mutants": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
