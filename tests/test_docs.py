@@ -195,7 +195,13 @@ def test_memory_and_long_documents_have_tables(scripts: Any, tmp_path: Path) -> 
     ]
     memory = {"suite": "cpu-memory", "command": "kilat bench --suite cpu-memory", "rows": rows}
     call = {"seconds": 61.04, "flops_per_second": 5e10, "extra_bytes": 3 * 2**20, "output_bytes": 0}
-    long = {"length": 131072, "heads": 8, "dtype": "float32", "forward": call, "command": "kilat --backward"}
+    long = {
+        "length": 131072,
+        "heads": 8,
+        "dtype": "float32",
+        "forward": call,
+        "command": "python examples/long_document.py --backward",
+    }
     for name, document in (("memory", memory), ("long", long | {"errors": {"out": {"error": 1.0, "allowed": 4.0}}})):
         (tmp_path / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
     summary, results = tables.summary(tmp_path), tables.results(tmp_path)
