@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import kilat
+from kilat.backends import registry
 from kilat.masks import Mask
 from kilat.scores import ScoreModifier
 
@@ -69,6 +70,9 @@ def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     module = types.ModuleType("page")  # dataclasses look their module up by name
     monkeypatch.setitem(sys.modules, "page", module)
     monkeypatch.chdir(tmp_path)
+    # A page may register a backend, which other tests must not meet.
+    monkeypatch.setattr(registry, "BY_NAME_ONLY", dict(registry.BY_NAME_ONLY))
+    monkeypatch.setattr(registry, "_found", dict(registry._found))
     torch.manual_seed(0)
     for line, code in examples(page):
         name = f"{page_id(page)}:{line}"
