@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
-FORWARD = "tests/test_forward.py tests/test_nan.py"
+FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
 TILES = "tests/test_cpu_tiles.py tests/test_cpu_user.py"
