@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=int, action="append", help="number of a mutant; may be given again")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
+    parser.add_argument("--resume", action="store_true", help="keep what the JSON file has as caught")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     known = _known(arguments.json) if arguments.resume else {}
@@ -87,11 +87,12 @@ def main() -> int:
 
 
 def _known(path: Path | None) -> dict[int, dict[str, Any]]:
-    """Rows of an earlier run whose mutants are still the same, by number."""
+    """Rows of an earlier run that caught a mutant which is still the same, by number."""
     if path is None or not path.exists():
         return {}
     rows = {row["number"]: row for row in json.loads(path.read_text())["mutants"]}
-    return {n: row for n, row in rows.items() if n < len(MUTANTS) and row["new"] == MUTANTS[n].new}
+    same = {n: row for n, row in rows.items() if n < len(MUTANTS) and row["new"] == MUTANTS[n].new}
+    return {n: row for n, row in same.items() if row["verdict"] == "caught"}
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
