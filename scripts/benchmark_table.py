@@ -156,6 +156,13 @@ def summary(folder: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
+def _mutants(document: Document) -> str:
+    """How many planted bugs the tests caught."""
+    caught, planted, revision = (document[name] for name in ("caught", "planted", "revision"))
+    where = f"kilat at {revision[:10]}; {document['date'][:10]}; `{document['command']}`"
+    return f"{caught} of {planted} planted bugs caught by the tests. {where}."
+
+
 def results(folder: Path) -> str:
     """Every result: provenance, means, cells."""
     parts: list[str] = []
@@ -166,6 +173,9 @@ def results(folder: Path) -> str:
             body = _memory(document)
         elif is_long(document):
             body = _long(document)
+        elif "mutants" in document:
+            parts.append(f"## {name.removesuffix('.json')}\n\n{_mutants(document)}")
+            continue
         else:
             body = "No table is made of this kind of result; the file holds its numbers."
         parts.append(f"## {name.removesuffix('.json')}\n\n{provenance(document)}\n\n{body}")
