@@ -13,6 +13,7 @@ from kilat.backends.cpu.dots import STEP, pack_pairs
 from kilat.backends.cpu.emit import F32, I1, I16, I32, I64, PTR, Function, Module, Type, Value
 from kilat.backends.cpu.forward_tiles import LAZY_RISE, finite_or_zero, lane_bits
 from kilat.backends.cpu.math import exp, transpose
+from kilat.backends.cpu.rows import row_offset
 
 LANES, VECTORS = 16, 4
 WIDTH = LANES * VECTORS
@@ -31,7 +32,7 @@ def build_load_raw(m: Module) -> Function:
     wide = I16.vec(32)
     with m.function("load_raw", [PTR, I64, PTR, I64, I64, I64, I64, I64, PTR, I64, I64], I64) as f:
         base, stride, pages, page_size, page_stride, first, rows, pad, dst, pitch, dim = f.args
-        paged, bad, offset = f.cast("ptrtoint", pages, I64).ne(0), f.var(I32, 0), f.var(I64, 0)
+        bad = f.var(I32, 0)
         whole = dim - dim % 32
         tail = f.iota(I16.vec(32)) < f.splat(f.cast("trunc", dim - whole, I16), 32)
 
@@ -40,12 +41,7 @@ def build_load_raw(m: Module) -> Function:
             f.store(x, to)
 
         with f.range(0, rows) as r:
-            offset.set((first + r) * stride)
-            with f.when(paged):
-                j = first + r
-                page = f.cast("sext", f.load(I32, pages, j // page_size * 4), I64)
-                offset.set(page * page_stride + j % page_size * stride)
-            src, to = base.at(offset.get()), dst.at(r * pitch)
+            src, to = base.at(row_offset(f, first + r, stride, pages, page_size, page_stride)), dst.at(r * pitch)
             with f.range(0, whole, 32) as d:
                 put(f.load(wide, src, d * 2), to.at(d * 2))
             with f.when(whole < dim):

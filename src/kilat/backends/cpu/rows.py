@@ -46,6 +46,15 @@ def lane_mask(f: Function, lanes: int, live: Value) -> Value:
     return f.iota(I32.vec(lanes)) < n
 
 
+def row_offset(f: Function, j: Value, stride: Value, pages: Value, page_size: Value, page_stride: Value) -> Value:
+    """Bytes from the base to row j: j * stride, or in its page if `pages` (int32 table of a sequence) is not null."""
+    offset = f.var(I64, j * stride)
+    with f.unless(f.cast("ptrtoint", pages, I64).eq(0)):
+        page = f.cast("sext", f.load(I32, pages, j // page_size * 4), I64)
+        offset.set(page * page_stride + j % page_size * stride)
+    return offset.get()
+
+
 def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
     """load_rows(base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code).
 
@@ -58,10 +67,10 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
     with m.function("load_rows", args, I64) as f:
         base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code = f.args
         whole, pitch = dim - dim % lanes, (dim + (lanes - 1)) // lanes * vec.bytes
-        paged, factor = f.cast("ptrtoint", pages, I64).ne(0), f.splat(scale, lanes)
+        factor = f.splat(scale, lanes)
         tail = lane_mask(f, lanes, dim - whole)
         bits = (I64 if compute == F64 else I32).vec(lanes)
-        bad, offset = f.var(bits, 0), f.var(I64, 0)
+        bad = f.var(bits, 0)
 
         def put(x: Value, to: Value, name: str) -> None:
             x = _widen(f, x, name, compute, isa)
@@ -71,12 +80,7 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa) -> Function:
         for name in stored_types(compute):
             elem = _ELEM[name]
             with f.when(code.eq(DTYPE_CODES[name])), f.range(0, rows) as r:
-                offset.set((first + r) * stride)
-                with f.when(paged):
-                    j = first + r
-                    page = f.cast("sext", f.load(I32, pages, j // page_size * 4), I64)
-                    offset.set(page * page_stride + j % page_size * stride)
-                src, to = base.at(offset.get()), dst.at(r * pitch)
+                src, to = base.at(row_offset(f, first + r, stride, pages, page_size, page_stride)), dst.at(r * pitch)
                 ahead = src.at(stride * PREFETCH_ROWS)
                 with f.range(0, whole, lanes) as d:
                     f.prefetch(ahead.at(d * elem.bytes))
