@@ -1,4 +1,4 @@
-"""The AMX backward of bfloat16 against the float64 oracle: every mask, odd sizes, layouts, NaN rules, determinism."""
+"""The backward of bfloat16 by products of pairs against the float64 oracle: masks, odd sizes, layouts, NaN, threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kilat.backends.cpu import backward_half
 from kilat.backends.cpu.backward_host import backward
 from kilat.backends.cpu.isa import host_isa
 
-pytestmark = pytest.mark.skipif(not host_isa().has_amx, reason="needs AMX")
+pytestmark = pytest.mark.skipif(not host_isa().has_dot_bf16, reason="needs products of bfloat16 pairs")
 
 SIZES = [(1, 1), (1, 130), (31, 33), (63, 65), (64, 64), (129, 200), (200, 129)]
 DIMS = [(1, 1), (3, 37), (32, 64), (33, 17), (64, 64), (65, 128), (128, 96), (256, 160), (512, 5), (512, 512)]
@@ -68,12 +68,12 @@ def test_gradients_agree_with_the_oracle(case: Case) -> None:
 
 
 def test_other_types_stay_with_the_float_kernels() -> None:
-    amx = host_isa()
+    half = host_isa()
     for name in ("bfloat16-out-float32", "float32-full", "float16-full"):
         problem, *_ = prepared(helpers.build(BY_NAME[name]))
-        assert not backward_half.supports(problem, amx), name
+        assert not backward_half.supports(problem, half), name
     problem, *_ = prepared(helpers.build(BY["size-64x64-none"]))
-    assert not backward_half.supports(problem, replace(amx, has_amx=False))
+    assert not backward_half.supports(problem, replace(half, has_dot_bf16=False))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The backward kernels for bfloat16 with AMX tiles: any mask, scores and dropout.
+"""The backward kernels for bfloat16 with products of pairs (AMX tiles or the AVX-512 dot instruction), any options.
 
 The same tasks, masks, delta, dQ buffers and determinism as `backward`; what differs is how a chunk of keys meets a
 tile of queries. Q, K, V, dO, P and dS are bfloat16, all sums float32. Per tile S and dP go through scratch in strips
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kilat.backends.cpu.backward import CHUNKS, Main, Rows, build_delta_rows, build_finish_rows
 from kilat.backends.cpu.backward_bias import build_bias, build_sink
+from kilat.backends.cpu.backward_half_products import Engine, build_engine
 from kilat.backends.cpu.backward_half_steps import STEPS_BYTES, StepParts, build_step_parts
 from kilat.backends.cpu.backward_half_tiles import (
     BLOCK,
@@ -21,10 +22,7 @@ from kilat.backends.cpu.backward_half_tiles import (
     STRIP,
     WIDTH,
     HalfParts,
-    block_load,
-    block_store,
     build_half_parts,
-    product_step,
 )
 from kilat.backends.cpu.backward_parts import Parts, build_parts
 from kilat.backends.cpu.dots import configure_tiles, release_tiles
@@ -37,8 +35,9 @@ if TYPE_CHECKING:
 
 EXPORTS = ("run_deltas", "run_chunks", "run_finish", "run_bias", "run_sink")
 
-# Keys whose K, V, dK and dV a task holds at a time, by the larger head size: what leaves room in the L2 cache.
-_CHUNK_KEYS = ((128, 512), (256, 256), (512, 128))
+# Keys whose K, V, dK and dV a task holds at a time, by the larger head size: what leaves room in the L2 cache, which
+# has 2 MiB on processors with AMX and 1 MiB on the others.
+_CHUNK_KEYS = {True: ((128, 512), (256, 256), (512, 128)), False: ((64, 512), (128, 256), (512, 128))}
 _TILE_BYTES = WIDTH * HALF_ROW
 _BITS = WIDTH * 8  # bytes of bits of a tile
 SCORE_JOBS = 4  # of a strip
@@ -46,12 +45,12 @@ SCORE_JOBS = 4  # of a strip
 
 def supports(problem: Problem, isa: Isa) -> bool:
     """Whether these kernels do this problem on this machine."""
-    return isa.has_amx and problem.dtype == "bfloat16" and problem.out_dtype == "bfloat16"
+    return isa.has_dot_bf16 and problem.dtype == "bfloat16" and problem.out_dtype == "bfloat16"
 
 
-def chunk_tiles(head_dim: int, longest: int) -> int:
+def chunk_tiles(isa: Isa, head_dim: int, longest: int) -> int:
     """Key tiles a chunk, for sequences of at most `longest` keys."""
-    keys = next((n for d, n in _CHUNK_KEYS if head_dim <= d), WIDTH)
+    keys = next((n for d, n in _CHUNK_KEYS[isa.has_amx] if head_dim <= d), WIDTH)
     return max(1, min(keys // WIDTH, -(-longest // WIDTH)))
 
 
@@ -63,12 +62,15 @@ def build(isa: Isa) -> str:
     for name, callee in zip(("run_deltas", "run_finish"), rows, strict=True):
         with m.function(name, [PTR], exported=True) as f:
             Rows(f, parts).run(callee)
-    half, steps, dq = build_half_parts(m), build_step_parts(m, parts.block), build_dq(m)
+    engine = build_engine(m, isa.has_amx)
+    half, steps = build_half_parts(m, engine.run_job), build_step_parts(m, parts.block)
     with m.function("run_chunks", [PTR], exported=True) as f:
-        configure_tiles(f, 8)
-        worker = HalfMain(f, parts, rows, (half, steps, dq))
+        if engine.amx:
+            configure_tiles(f, 8)
+        worker = HalfMain(f, parts, rows, (half, steps, engine))
         worker.each_task(CHUNKS, worker.task)
-        release_tiles(f)
+        if engine.amx:
+            release_tiles(f)
     build_bias(m, parts)
     build_sink(m, parts)
     return m.text()
@@ -96,34 +98,14 @@ def scratch_layout(head_dim: int, head_dim_v: int, sub: int) -> tuple[dict[str, 
     return offsets, -(-total // 4096) * 4096 + 64
 
 
-def build_dq(m: Module) -> Function:
-    """dq(slots, table, dS_n, K, dim, C, c_pitch, rows, add): C[rows][dim] (+)= sum over slots of dS_n K.
-
-    Slot n holds dS_n of key tile table[n]; dim and rows are multiples of 32, `add` is 1 or 0.
-    """
-    with m.function("dq", [I64, PTR, PTR, PTR, I64, PTR, I64, I64, I64]) as f:
-        slots, table, ds, k, dim, c, c_pitch, rows, add = f.args
-        half, k_pitch, k_tile = f.const(HALF_ROW, I64), dim * 4, dim * HALF_ROW
-        with f.range(0, dim, BLOCK) as j, f.range(0, rows, BLOCK) as i:
-            corner = c.at(i * c_pitch + j * 4)
-            block_load(f, corner, c_pitch, add)
-            with f.range(0, slots) as n:
-                left = ds.at(n * _TILE_BYTES + i * HALF_ROW)
-                right = k.at(f.load(I64, table, n * 8) * k_tile + j * 4)
-                for step in (0, 1):
-                    product_step(f, left.at(64 * step), half, right.at(k_pitch * (16 * step)), k_pitch)
-            block_store(f, corner, c_pitch)
-    return f
-
-
 class HalfMain(Main):
-    """dK and dV of a range of keys, and its part of dQ, by AMX."""
+    """dK and dV of a range of keys, and its part of dQ, by products of pairs."""
 
     def __init__(
-        self, f: Function, parts: Parts, rows: tuple[Function, Function], own: tuple[HalfParts, StepParts, Function]
+        self, f: Function, parts: Parts, rows: tuple[Function, Function], own: tuple[HalfParts, StepParts, Engine]
     ) -> None:
         super().__init__(f, parts, rows)
-        self.half, self.steps, self.dq = own
+        self.half, self.steps, self.engine = own
         self.modified = (self.read("has_scores") | self.read("dropout")).ne(0)
         self.pad, self.pad_v = ((x + (BLOCK - 1)) & -BLOCK for x in (self.dim, self.dim_v))
         self.scale = self.floating("scale")
@@ -231,7 +213,7 @@ class HalfMain(Main):
         waiting, turn = f.var(I64, 0), f.var(I64, 0)
         zero = f.const(0, I64)
         self._score_jobs(jobs, self._seen(zero), zero, zero)
-        f.call(self.half.drain, jobs, SCORE_JOBS)
+        f.call(self.engine.drain, jobs, SCORE_JOBS)
         with f.range(0, slots) as n:
             done = f.var(I64, 0)
             with f.range(0, strips) as r:
@@ -246,7 +228,7 @@ class HalfMain(Main):
                 done.set(done.get() + share)
                 turn.set(turn.get() ^ 1)
             waiting.set(self._sum_jobs(more, self._seen(n), n, strips << 5))
-        f.call(self.half.drain, more, waiting.get())
+        f.call(self.engine.drain, more, waiting.get())
 
     def _turn(self, name: str, turn: Value) -> Value:
         """One of two buffers."""
@@ -262,7 +244,7 @@ class HalfMain(Main):
         for at, (name, right, pad, to) in enumerate((("q", "kt", self.pad, "raw"), ("do", "vt", self.pad_v, "tmp"))):
             left = self.buffer("at_" + name).at(r * STRIP * pad * 2)
             right_tile = self._tile("at_" + right, s, pad, HALF_ROW)
-            f.call(self.half.put_jobs, jobs.at(2 * at * JOB_BYTES), left, pad * 2, right_tile,
+            f.call(self.engine.put_jobs, jobs.at(2 * at * JOB_BYTES), left, pad * 2, right_tile,
                    self._turn("at_" + to, turn), STRIP, pad, 0)  # fmt: skip
 
     def _gradient(self, n: Value, r: Value, turn: Value, jobs: tuple[Value, Value, Value, Value]) -> None:
@@ -284,7 +266,7 @@ class HalfMain(Main):
         for name, left, right, pad in (("v", "dot", "p", self.pad_v), ("k", "qt", "ds", self.pad)):
             with f.when(self.need[name]):
                 to = jobs.at(count.get() * JOB_BYTES)
-                f.call(self.half.put_jobs, to, self.buffer("at_" + left), HALF_ROW, self._turn("at_" + right, n),
+                f.call(self.engine.put_jobs, to, self.buffer("at_" + left), HALF_ROW, self._turn("at_" + right, n),
                        self._tile("at_d" + name, s, pad, ROW), pad, queries, 1)  # fmt: skip
                 count.set(count.get() + (pad >> 4))
         return count.get()
@@ -294,9 +276,9 @@ class HalfMain(Main):
         f, acc_pitch, own = self.f, self.read("acc_n"), self.buffer("at_dq")
         args = (slots, self.buffer("at_table"), self.buffer("at_keys"), self.buffer("at_k"), self.pad)
         with f.when(nr.eq(WIDTH)):
-            f.call(self.dq, *args, acc, acc_pitch, WIDTH, 1)
+            f.call(self.engine.dq, *args, acc, acc_pitch, WIDTH, 1)
         with f.unless(nr.eq(WIDTH)):
-            f.call(self.dq, *args, own, self.pad * 4, (nr + (BLOCK - 1)) & -BLOCK, 0)
+            f.call(self.engine.dq, *args, own, self.pad * 4, (nr + (BLOCK - 1)) & -BLOCK, 0)
             f.call(self.half.add_block, own, self.pad * 4, acc, acc_pitch, nr, self.pitch)
 
     def _step_by_step(
@@ -316,7 +298,7 @@ class HalfMain(Main):
             f.call(steps.exact_scores, self.buffer("at_do"), self.dim_v, vt, nr, ds)
         with f.unless(careful), f.range(0, queries >> 5) as r:
             self._score_jobs(jobs, s, r, r)
-            f.call(self.half.drain, jobs, SCORE_JOBS)
+            f.call(self.engine.drain, jobs, SCORE_JOBS)
         where = (self.p, self.at["seq"], self.b, head, i0, nr, j0, nb)
         f.call(steps.steps, *where, shown.get(), bad, bits, self.scratch)
         with f.when(careful):
@@ -328,4 +310,4 @@ class HalfMain(Main):
         with f.unless(careful):
             f.call(steps.pack_tile, p, ds, nr, self._turn("at_p", n), self._turn("at_ds", n),
                    self.buffer("at_keys").at(n * _TILE_BYTES))  # fmt: skip
-            f.call(self.half.drain, jobs, self._sum_jobs(jobs, s, n, queries))
+            f.call(self.engine.drain, jobs, self._sum_jobs(jobs, s, n, queries))

@@ -1,7 +1,7 @@
 """A tile of the bfloat16 backward step by step: scores, dropout, and operands that are not finite.
 
-S and dP come whole, float32 [64][64], by AMX or (careful) by sums over visible pairs only; then the element-wise steps
-of the float kernel; then either pairs for AMX, or again sums over visible pairs.
+S and dP come whole, float32 [64][64], by pair products or (careful) by sums over visible pairs only; then the
+element-wise steps of the float kernel; then either pairs again, or sums over visible pairs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _lanes_at(f: Function, pairs: Value, d: Value, v: Value) -> Value:
 
 
 def build_exact_scores(m: Module) -> Function:
-    """exact_scores(A, dim, BT, nr, S): S = A B for nr rows of A, without AMX; B as pairs along dim."""
+    """exact_scores(A, dim, BT, nr, S): S = A B for nr rows of A, without pair products; B as pairs along dim."""
     with m.function("exact_scores", [PTR, I64, PTR, I64, PTR]) as f:
         a, dim, bt, nr, s = f.args
         pitch = (dim + (BLOCK - 1) & -BLOCK) * 2

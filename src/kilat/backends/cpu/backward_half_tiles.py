@@ -1,4 +1,4 @@
-"""Tile steps of the bfloat16 backward that multiplies with AMX: packing, products, the softmax gradient.
+"""Tile steps of the bfloat16 backward that multiplies pairs: packing and the softmax gradient.
 
 A tile is 64 queries by 64 keys, lanes are keys. A product reads pairs of neighbours along the reduction as 32-bit
 words, and in which order the reduction runs is free: pairs are always 16 rows (or keys) apart, so that two vectors
@@ -10,14 +10,15 @@ make a vector of pairs by a shift and a blend. With r = 32 n + l, l < 16, word l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kilat.backends.cpu.emit import F32, I8, I16, I32, I64, PTR, VOID, Function, Module, Value
+from kilat.backends.cpu.emit import F32, I16, I32, I64, PTR, Function, Module, Value
 from kilat.backends.cpu.math import LOG2_E, polynomial, transpose
-from kilat.backends.cpu.params import Params
 from kilat.backends.cpu.rows import PREFETCH_ROWS, build_transpose
 from kilat.backends.cpu.tiles import from_bits
 
+RunJob = Callable[[Function, Value], None]  # writes the code for the job at an address
 LANES, VECTORS = 16, 4
 WIDTH = 64  # queries and keys of a tile
 STRIP = 32  # queries whose scores stand in scratch at a time
@@ -25,96 +26,12 @@ ROW = WIDTH * 4  # bytes of a row of scores, of pairs and of dK^T and dV^T
 HALF_ROW = WIDTH * 2  # bytes of a row of Q^T, dO^T and dS_n
 VEC, WORDS = F32.vec(LANES), I32.vec(LANES)
 NAN, INF = 1, 2  # flags of rows that hold such a number
-BLOCK = 32  # rows and columns of C that four AMX tiles hold
+BLOCK = 32  # rows and columns of C that a job of a product fills
 
 # 2^r = 1 + c1 r + ... on 0 <= r < 1, fitted as the coefficients in `math`: relative error 3e-6, below that of P
 _EXP2 = (0.6930448457983823, 0.2412801917695691, 0.052242506127099034, 0.013426664124870993)
 HIGH = -65536
-
-# One 32 x 32 block of a product, see `run_job`.
-JOB = Params("a", "a_pitch", "b", "c", "k", "add")
-JOB_BYTES = 64
-
-
-# ---- AMX -------------------------------------------------------------------------------------------------------------
-def _number(f: Function, n: int) -> Value:
-    return f.const(n, I8)
-
-
-def _corners(c: Value, pitch: Value) -> list[Value]:
-    """Tiles 0 to 3 of a 32 x 32 block of C."""
-    below = c.at(pitch * 16)
-    return [c, c.at(64), below, below.at(64)]
-
-
-def run_job(f: Function, job: Value) -> None:
-    """C (+)= A B for one 32 x 32 block of C; rows of B and C are ROW bytes apart."""
-    a, b, c = (JOB.pointer(f, job, n) for n in "abc")
-    pitch, row = JOB.read(f, job, "a_pitch"), f.const(ROW, I64)
-    block_load(f, c, row, JOB.read(f, job, "add"))
-    with f.range(0, JOB.read(f, job, "k"), BLOCK) as kk:
-        product_step(f, a.at(kk * 2), pitch, b.at((kk >> 1) * ROW), row)
-    block_store(f, c, row)
-
-
-def build_drain(m: Module) -> Function:
-    """drain(jobs, count): do jobs at once."""
-    with m.function("drain", [PTR, I64]) as f:
-        jobs, count = f.args
-        with f.range(0, count * JOB_BYTES, JOB_BYTES) as o:
-            run_job(f, jobs.at(o))
-    return f
-
-
-def build_put_jobs(m: Module) -> Function:
-    """put_jobs(jobs, A, a_pitch, B, C, rows, k, add): jobs of C[rows][64] (+)= A B, rows / 16 of them.
-
-    A: bfloat16 [rows][k], B: int32 pairs [k / 2][64], C: float32 [rows][64]; rows and k are multiples of 32.
-    """
-    with m.function("put_jobs", [PTR, PTR, I64, PTR, PTR, I64, I64, I64]) as f:
-        jobs, a, pitch, b, c, rows, k, add = f.args
-        with f.range(0, rows, BLOCK) as i, f.range(0, 2) as j:
-            job = jobs.at(((i >> 4) + j) * JOB_BYTES)
-            values = (a.at(i * pitch), pitch, b.at(j * 128), c.at(i * ROW + j * 128), k, add)
-            for name, x in zip(JOB.names, values, strict=True):
-                f.store(x, job, 8 * JOB.index[name])
-    return f
-
-
-def block_load(f: Function, c: Value, pitch: Value, add: Value | bool) -> None:
-    """Tiles 0 to 3 become a 32 x 32 block of C if `add` (an int64 that is not 0, or True), else 0."""
-
-    def load() -> None:
-        for t, place in enumerate(_corners(c, pitch)):
-            f.intrinsic("llvm.x86.tileloadd64", VOID, _number(f, t), place, pitch)
-
-    def clear() -> None:
-        for t in range(4):
-            f.intrinsic("llvm.x86.tilezero", VOID, _number(f, t))
-
-    if isinstance(add, Value):
-        with f.when(add.ne(0)):
-            load()
-        with f.when(add.eq(0)):
-            clear()
-    elif add:
-        load()
-    else:
-        clear()
-
-
-def block_store(f: Function, c: Value, pitch: Value) -> None:
-    """Tiles 0 to 3 go to a 32 x 32 block of C."""
-    for t, place in enumerate(_corners(c, pitch)):
-        f.intrinsic("llvm.x86.tilestored64", VOID, _number(f, t), place, pitch)
-
-
-def product_step(f: Function, a: Value, a_pitch: Value, b: Value, b_pitch: Value) -> None:
-    """Tiles 0 to 3 += A B for 32 rows of A, 32 numbers along the reduction and 32 columns of B."""
-    for t, place, pitch in ((4, a, a_pitch), (6, b, b_pitch), (7, b.at(64), b_pitch), (5, a.at(a_pitch * 16), a_pitch)):
-        f.intrinsic("llvm.x86.tileloadd64", VOID, _number(f, t), place, pitch)
-    for t, x, y in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
-        f.intrinsic("llvm.x86.tdpbf16ps", VOID, _number(f, t), _number(f, x), _number(f, y))
+JOB_BYTES = 64  # of the record of a job, see backward_half_products
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -207,12 +124,12 @@ def probability(f: Function, s: Value, scale: Value, lse: Value, mask: Value | N
     return f.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", VEC, p, x, f.const(0.0, VEC), kept, current)
 
 
-def build_gradient(m: Module, masked: bool) -> Function:
+def build_gradient(m: Module, masked: bool, run_job: RunJob) -> Function:
     """gradient(S, dP, lse, delta, bits, scale, P, dS, dS_n, jobs, n, more, n_more): a strip of 32 queries.
 
     P = exp(scale S - lse), dS = P (dP - delta), both 0 where a bit is clear. P and dS: 16 rows of pairs of queries;
     dS_n: 32 rows of pairs of keys. lse, delta and bits start at the strip. Between its rows it does n jobs, then
-    n_more: the tile unit works on them while the vector ports take exponentials.
+    n_more: AMX's tile unit works on them while the vector ports take exponentials.
     """
     with m.function("gradient_masked" if masked else "gradient", [PTR] * 5 + [F32] + [PTR] * 4 + [I64, PTR, I64]) as f:
         s, dp, lse, delta, bits, factor, p_out, ds_out, rows_out, jobs, n_jobs, more, n_more = f.args
@@ -259,8 +176,6 @@ def build_add_block(m: Module) -> Function:
 class HalfParts:
     """The emitted functions."""
 
-    drain: Function
-    put_jobs: Function
     load: Function
     columns: Function
     transpose_words: Function
@@ -270,16 +185,14 @@ class HalfParts:
     add_block: Function
 
 
-def build_half_parts(m: Module) -> HalfParts:
-    """All of them."""
+def build_half_parts(m: Module, run_job: RunJob) -> HalfParts:
+    """All of them; `run_job` writes the code that does a job."""
     return HalfParts(
-        drain=build_drain(m),
-        put_jobs=build_put_jobs(m),
         load=build_load_half(m),
         columns=build_columns(m),
         transpose_words=build_transpose(m, I32, LANES, "transpose_words"),
         pairs=build_pairs(m),
-        gradient=build_gradient(m, masked=False),
-        gradient_masked=build_gradient(m, masked=True),
+        gradient=build_gradient(m, masked=False, run_job=run_job),
+        gradient_masked=build_gradient(m, masked=True, run_job=run_job),
         add_block=build_add_block(m),
     )

@@ -43,7 +43,9 @@ _Slots = ctypes.c_int64 * (BACKWARD.size + len(_NO_COUNTERS) // 8)
 def compiled(isa: Isa, compute: Type, half: bool) -> dict[str, int]:
     """Addresses of the kernels for an instruction set and compute type; `half`: those of backward_half."""
     if half:
-        return jit.compile_module(lambda: backward_half.build(isa), "backward amx", backward_half.EXPORTS, isa)
+        return jit.compile_module(
+            lambda: backward_half.build(isa), f"backward half {isa.has_amx}", backward_half.EXPORTS, isa
+        )
     return jit.compile_module(lambda: kernels.build(isa, compute), f"backward {compute}", EXPORTS, isa)
 
 
@@ -70,7 +72,7 @@ class Plan:
 
     isa: Isa
     block: Blocking
-    half: bool  # by AMX, see backward_half
+    half: bool  # by products of bfloat16 pairs, see backward_half
     kernels: dict[str, int]
     template: bytes  # parameters, with addresses and strides of q, k, v, out and gradients left 0
     scratch: int  # bytes a thread
@@ -103,7 +105,7 @@ def _make_plan(problem: Problem, o: Operands) -> Plan:
     longest = (int(call.q_len.max(initial=0)), int(call.kv_len.max(initial=0)))
     half, dims = backward_half.supports(problem, isa), (problem.head_dim, problem.head_dim_v)
     if half:
-        sub = backward_half.chunk_tiles(max(dims), longest[1])
+        sub = backward_half.chunk_tiles(isa, max(dims), longest[1])
         layout, stride = backward_half.scratch_layout(*dims, sub)
     else:
         sub = chunk_tiles(block, max(dims), longest[1])
