@@ -79,19 +79,22 @@ def _make_plan(p: Problem) -> Plan:
     else:
         tiles, tiles_kv = -(-p.seqlen_q // block_q) * per_block, -(-p.seqlen_kv // BLOCK_KV)
         sequences = p.batch
+    foreign = ragged or p.padded_q or p.padded_kv
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
     constants = {
         "BM": block_q,
         "D": width,
         "BUFFERS": 3 if width == 64 else 4,
-        "FOREIGN": ragged or p.padded_q or p.padded_kv,
+        "GROUP": p.group,
+        "FOREIGN": foreign,
+        "MASKED": p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0,
         "SOFTCAP": bool(cap),
         "TURNS": width == 128 and (bounds.kind[1] or bounds.kind[2]),
         "WITH_DQ": "q" in p.grad_of,
     }
     numbers = {
         "batch": p.batch, "seqlen_q": p.seqlen_q, "seqlen_kv": p.seqlen_kv, "num_heads_kv": p.num_heads_kv,
-        "group": p.group, "left": bounds.left, "right": bounds.right, "right_top_left": bounds.right_top_left,
+        "left": bounds.left, "right": bounds.right, "right_top_left": bounds.right_top_left,
         "tiles_kv": tiles_kv, "tiles": tiles, "dim": p.head_dim, "dim_v": p.head_dim_v, "scale": p.scale,
         "factor": 2.0 * LOG2E * p.scale / cap if cap else LOG2E * p.scale, "cap_log2": cap * LOG2E,
     }  # fmt: skip
@@ -165,7 +168,7 @@ def _main(problem: Problem, o: Operands, dout: Tensor, made: tuple[Tensor, ...],
     backward_kernel[(plan.programs,)](
         descriptor(o.q, plan.block_q, plan), descriptor(o.k, 64, plan), descriptor(o.v, 64, plan),
         descriptor(dout, plan.block_q, plan), *rows, TensorDescriptor.from_tensor(dq_pieces, [32, 128], _ROW_LAYOUT),
-        *out, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv,
+        *(descriptor(x, 64, plan) for x in out), *out, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv,
         **plan.numbers, **plan.constants, num_warps=4, maxnreg=168, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -35,11 +35,12 @@ def block(buffer, stage, i: gl.constexpr):
 
 
 @gluon.jit
-def scores_to_p(s, r, x, row, at, factor, cap_log2, W: gl.constexpr, SOFTCAP: gl.constexpr):
+def scores_to_p(s, r, x, row, at, factor, cap_log2, W: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr):
     """P of 64 queries from `row`, whose lse is entry `at`, and P times the slope of a softcap."""
     p, slope = probabilities(s, r.lse.index(at).load(S_LAYOUT), factor, cap_log2, SOFTCAP)
-    if is_masked(x, row, 64):
-        p = hide(p, x, row, W, S_LAYOUT)
+    if MASKED:
+        if is_masked(x, row, 64):
+            p = hide(p, x, r, row, W, S_LAYOUT)
     return p, p * slope
 
 
@@ -57,7 +58,8 @@ def dq_products(r, t, W: gl.constexpr):
 @gluon.jit
 def turn(
     t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
-    W: gl.constexpr, SOFTCAP: gl.constexpr, WITH_DQ: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """One turn: dV, dS, dK of its two blocks, dQ of the turn before, S and dP one block ahead."""
     dtype: gl.constexpr = r.k.dtype
@@ -66,7 +68,7 @@ def turn(
     stage = t % 2
     phase = (t // 2) & 1
     slot = t % BUFFERS
-    row, _ = row_and_tile(x, t, BM)
+    row, _ = row_and_tile(x, t, BM, GROUP)
     # block a
     p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     dv_next = warpgroup_mma(p_operand, block(r.do, stage, 0), dv, is_async=True)  # [64, D]
@@ -84,14 +86,14 @@ def turn(
         s = warpgroup_mma_wait(4, deps=[s_next])
     else:
         s = warpgroup_mma_wait(2, deps=[s_next])
-    p, weight = scores_to_p(s, r, x, row + 64, stage * 2 + 1, factor, cap_log2, W, SOFTCAP)
+    p, weight = scores_to_p(s, r, x, row + 64, stage * 2 + 1, factor, cap_log2, W, SOFTCAP, MASKED)
     # Complete long ago: these waits end the basic block, so that ptxas leaves the exponentials under the products.
     mbarrier.wait(r.q_full.index(stage), phase)
     if HAS_DQ:
         tma.store_wait(0)
         dk, dq = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
         cta_barrier()
-        _, tile = row_and_tile(x, t - 1, BM)
+        _, tile = row_and_tile(x, t - 1, BM, GROUP)
         add_dq(dq, dq_desc, r.dq.index(W), tile + W)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
     else:
@@ -121,8 +123,8 @@ def turn(
             v, block(r.do, stage_after, 0).permute((1, 0)), zero, use_acc=False, is_async=True
         )  # [64, 64]
         dv, s = warpgroup_mma_wait(2, deps=[dv_next, s_next])
-        row, _ = row_and_tile(x, after, BM)
-        p, weight = scores_to_p(s, r, x, row, stage_after * 2, factor, cap_log2, W, SOFTCAP)
+        row, _ = row_and_tile(x, after, BM, GROUP)
+        p, weight = scores_to_p(s, r, x, row, stage_after * 2, factor, cap_log2, W, SOFTCAP, MASKED)
         mbarrier.wait(r.q_full.index(stage_after), phase_after)
         dk, dp = warpgroup_mma_wait(0, deps=[dk_next, dp_next])
         mbarrier.arrive(r.free.index(stage), count=1)
@@ -131,8 +133,9 @@ def turn(
 
 @gluon.jit
 def consume_narrow(
-    dq_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
-    W: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
+    MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and one of the two 64-row blocks of every turn's dQ."""
     dtype: gl.constexpr = r.k.dtype
@@ -151,31 +154,31 @@ def consume_narrow(
     mbarrier.wait(r.do_full.index(0), 0)
     dp_next = warpgroup_mma(v, block(r.do, 0, 0).permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, 64]
     s = warpgroup_mma_wait(1, deps=[s_next])
-    p, weight = scores_to_p(s, r, x, x.first * BM, 0, factor, cap_log2, W, SOFTCAP)
+    p, weight = scores_to_p(s, r, x, x.first * BM, 0, factor, cap_log2, W, SOFTCAP, MASKED)
     if W == 0:
         mbarrier.arrive(r.go, count=1)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
     p, weight, dp, dk, dv = turn(
-        0, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, SOFTCAP, WITH_DQ, True, False
+        0, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, GROUP, SOFTCAP, WITH_DQ, MASKED, True, False
     )
     for t in range(1, x.turns - 1):
         p, weight, dp, dk, dv = turn(
-            t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, SOFTCAP, WITH_DQ, False, False
+            t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, False
         )
     last = x.turns - 1
     if last > 0:
         p, weight, dp, dk, dv = turn(
-            last, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, SOFTCAP, WITH_DQ, False, True
+            last, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, True
         )
     if WITH_DQ:
         mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
         dq = warpgroup_mma_wait(0, deps=[dq_products(r, last, W)])
         tma.store_wait(0)
         cta_barrier()
-        _, tile = row_and_tile(x, last, BM)
+        _, tile = row_and_tile(x, last, BM, GROUP)
         add_dq(dq, dq_desc, r.dq.index(W), tile + W)
     mbarrier.arrive(r.done, count=1)
     mbarrier.wait(r.done, 0)
-    store_rows((dk * scale).to(dtype), k, dk_ptr, x, seqlen_kv, heads_kv, dim, W, D)
-    store_rows(dv.to(dtype), v_buffer, dv_ptr, x, seqlen_kv, heads_kv, dim_v, W, D)
+    store_rows(dk * scale, r.k.index(W), dk_desc, dk_ptr, x, seqlen_kv, heads_kv, dim, W, D, FOREIGN)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, x, seqlen_kv, heads_kv, dim_v, W, D, FOREIGN)
     tma.store_wait(0)

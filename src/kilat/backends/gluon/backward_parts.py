@@ -1,7 +1,7 @@
 """Parts that the backward kernels share: where a program works, its shared memory, the TMA producer, the epilogue.
 
 A program (CTA) owns 128 keys of one key/value head. It runs over turns t = 0 .. turns - 1: the blocks of queries that
-see its keys, for each query head of the group. One TMA producer warp feeds two consumer warpgroups of 64 keys each.
+see its keys, each for all query heads of the group. One TMA producer warp feeds two consumer warpgroups of 64 keys each.
 """
 
 # pyright: basic
@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, cta_barrier
+from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
 
 BLOCK_KV = gl.constexpr(128)
 FAR = gl.constexpr(2**30)  # as in kilat.masks.core
@@ -34,15 +34,14 @@ class Place:
     low: gl.tensor  # key j is visible to query i iff low <= j - i <= high
     high: gl.tensor
     first: gl.tensor  # first block of queries that sees a key
-    blocks: gl.tensor  # how many do
-    turns: gl.tensor  # blocks times group, or one turn outside of every tensor if no query sees these keys
+    turns: gl.tensor  # blocks times query heads, or one turn outside of every tensor if no query sees these keys
     tile: gl.tensor  # of 64 rows: where lse, delta and dQ of the first head's sequence begin
     tiles: gl.tensor  # from one query head to the next
 
     @gluon.constexpr_function
     def __init__(
-        self, sequence, q_batch, q_start, kv_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
-        blocks, turns, tile, tiles,
+        self, sequence, q_batch, q_start, kv_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first, turns,
+        tile, tiles,
     ):  # fmt: skip
         self.sequence = sequence
         self.q_batch = q_batch
@@ -57,7 +56,6 @@ class Place:
         self.low = low
         self.high = high
         self.first = first
-        self.blocks = blocks
         self.turns = turns
         self.tile = tile
         self.tiles = tiles
@@ -151,8 +149,8 @@ def band(q_len, kv_len, left, right, right_top_left):
 
 @gluon.jit
 def place_of(
-    offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv, group,
-    left, right, right_top_left, tiles_kv, tiles, BM: gl.constexpr,
+    offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
+    left, right, right_top_left, tiles_kv, tiles, BM: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Where the program with this id works: keys first, then heads, then sequences."""
     pid = gl.program_id(0)
@@ -165,7 +163,7 @@ def place_of(
         in_batch = sequence * 0
     else:
         sequence = pid // tiles_kv // num_heads_kv
-        tile = sequence * num_heads_kv * group * tiles
+        tile = sequence * num_heads_kv * GROUP * tiles
         in_batch = sequence
     q_start, q_len = span(offsets_q, lengths_q, sequence, seqlen_q)
     kv_start, kv_len = span(offsets_kv, lengths_kv, sequence, seqlen_kv)
@@ -174,20 +172,18 @@ def place_of(
     last_key = gl.minimum(key + BLOCK_KV, kv_len) - 1
     first_row = gl.maximum(key - high, 0)
     last_row = gl.minimum(last_key - low, q_len - 1)
-    head_q = head_kv * group
+    head_q = head_kv * GROUP
     first = first_row // BM
-    blocks = last_row // BM + 1 - first
-    turns = blocks * group
+    turns = (last_row // BM + 1 - first) * GROUP
     tile += head_q * tiles
     if (last_key < key) | (last_row < first_row):
         # One turn whose coordinates lie outside of every tensor: loads give zeros, the sum into dQ goes nowhere.
         first = seqlen_q // BM + 1
-        blocks = first * 0 + 1
-        turns = blocks
+        turns = first * 0 + 1
         tile = NOWHERE + tile * 0
     return Place(
-        sequence, in_batch, q_start, in_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
-        blocks, turns, tile, tiles,
+        sequence, in_batch, q_start, in_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first, turns,
+        tile, tiles,
     )  # fmt: skip
 
 
@@ -199,8 +195,13 @@ def is_masked(x, row, BM: gl.constexpr):
 
 
 @gluon.jit
-def hide(p, x, row, W: gl.constexpr, layout: gl.constexpr):
-    """p [64 keys of warpgroup W, 64 queries from `row`] with 0 where the mask hides the key."""
+def hide(p, x, r, row, W: gl.constexpr, layout: gl.constexpr):
+    """p [64 keys of warpgroup W, 64 queries from `row`] with 0 where the mask hides the key.
+
+    To be called under `if is_masked(...)`. The wait has long been over; its loop keeps the branch a branch, which would
+    otherwise become selects that every block pays for.
+    """
+    mbarrier.wait(r.kv_full, 0)
     i = row + gl.arange(0, 64, gl.SliceLayout(0, layout))
     j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     distance = gl.expand_dims(j, 1) - gl.expand_dims(i, 0)
@@ -240,11 +241,10 @@ def add_dq(dq, dq_desc, buffer, piece):
 
 
 @gluon.jit
-def row_and_tile(x, t, BM: gl.constexpr):
-    """(first query, tile of 64 rows) of turn t."""
-    head = t // x.blocks
-    block = x.first + t - head * x.blocks
-    return block * BM, x.tile + head * x.tiles + block * (BM // 64)
+def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
+    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block of queries."""
+    block = x.first + t // GROUP
+    return block * BM, x.tile + (t % GROUP) * x.tiles + block * (BM // 64)
 
 
 @gluon.jit
@@ -291,7 +291,7 @@ def load_keys(k_desc, v_desc, x, r, D: gl.constexpr, FOREIGN: gl.constexpr):
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, x, r,
-    BM: gl.constexpr, D: gl.constexpr, FOREIGN: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """The producer: K and V once, then Q, lse, dO and delta of every turn into two stages."""
     ROWS: gl.constexpr = BM // 64
@@ -299,8 +299,8 @@ def produce(
     shorts = 0
     for t in range(x.turns):
         stage = t % 2
-        row, tile = row_and_tile(x, t, BM)
-        at = [x.q_batch, x.q_start + row, x.head_q + t // x.blocks, 0]
+        row, tile = row_and_tile(x, t, BM, GROUP)
+        at = [x.q_batch, x.q_start + row, x.head_q + t % GROUP, 0]
         q_full = r.q_full.index(stage)
         do_full = r.do_full.index(stage)
         is_short = FOREIGN & (row < x.q_len) & (row + BM > x.q_len)
@@ -328,14 +328,19 @@ def produce(
 
 
 @gluon.jit
-def store_rows(value, buffer, ptr, x, seqlen, heads, dim, W: gl.constexpr, D: gl.constexpr):
+def store_rows(value, buffer, desc, ptr, x, seqlen, heads, dim, W: gl.constexpr, D: gl.constexpr, FOREIGN: gl.constexpr):
     """Write dK or dV [64, D] of warpgroup W to a contiguous [.., seqlen, heads, dim], through shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    buffer.store(value)
-    rows = gl.where(x.tile < NOWHERE, buffer.load(layout), 0.0).to(buffer.dtype)  # nobody sees a NaN in such keys
-    j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    c = gl.arange(0, D, gl.SliceLayout(0, layout))
-    token = (x.kv_batch.to(gl.int64) * seqlen + x.kv_start) * heads + x.head_kv
-    at = gl.expand_dims(j.to(gl.int64) * heads * dim, 1) + gl.expand_dims(c, 0)
-    inside = gl.expand_dims(j < x.kv_len, 1) & gl.expand_dims(c < dim, 0)
-    gl.store(ptr + token * dim + at, rows, mask=inside)
+    value = gl.where(x.tile < NOWHERE, value, 0.0)  # keys that no query sees may hold NaN
+    buffer.reshape([64, D]).store(value.to(buffer.dtype))
+    if FOREIGN:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        rows = buffer.reshape([64, D]).load(layout)
+        j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        c = gl.arange(0, D, gl.SliceLayout(0, layout))
+        token = (x.kv_batch.to(gl.int64) * seqlen + x.kv_start) * heads + x.head_kv
+        at = gl.expand_dims(j.to(gl.int64) * heads * dim, 1) + gl.expand_dims(c, 0)
+        inside = gl.expand_dims(j < x.kv_len, 1) & gl.expand_dims(c < dim, 0)
+        gl.store(ptr + token * dim + at, rows, mask=inside)
+    else:
+        fence_async_shared()
+        async_store(desc, [x.kv_batch, x.kv_start + x.key + W * 64, x.head_kv, 0], buffer)

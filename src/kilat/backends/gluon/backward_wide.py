@@ -41,8 +41,9 @@ def dq_products(r, slot, W: gl.constexpr):
 
 @gluon.jit
 def consume_wide(
-    dq_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
-    W: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
+    MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of every turn's dQ."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -63,7 +64,7 @@ def consume_wide(
         stage = t % 2
         before = gl.maximum(t - 1, 0) % 2
         phase = (t // 2) & 1
-        row, _ = row_and_tile(x, t, BM)
+        row, _ = row_and_tile(x, t, BM, GROUP)
         q = r.q.index(stage).reshape([BM, D])
         do = r.do.index(stage).reshape([BM, D])
         # The first turn adds nothing to dK; until there is a dQ, its place in the pipeline computes one to be dropped.
@@ -83,7 +84,7 @@ def consume_wide(
             if t > 0:
                 mbarrier.arrive(r.free.index(before), count=1)
             if t >= LAG:
-                _, tile = row_and_tile(x, t - LAG, BM)
+                _, tile = row_and_tile(x, t - LAG, BM, GROUP)
                 add_dq(dq, dq_desc, r.dq.index(W), tile * 2 + W)
         else:
             dk = warpgroup_mma_wait(1, deps=[dk_next])
@@ -100,8 +101,9 @@ def consume_wide(
                     mbarrier.wait(r.turn.index(1), (t - 1) & 1)
         s = warpgroup_mma_wait(1, deps=[s_next])
         p, slope = probabilities(s, lse, factor, cap_log2, SOFTCAP)
-        if is_masked(x, row, BM):
-            p = hide(p, x, row, W, s_layout)
+        if MASKED:
+            if is_masked(x, row, BM):
+                p = hide(p, x, r, row, W, s_layout)
         weight = p * slope  # p itself is not needed any more, which saves 32 registers with a softcap
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if W == 0 and not TURNS:
@@ -132,11 +134,11 @@ def consume_wide(
                 dq = warpgroup_mma_wait(0, deps=[dq_products(r, t % BUFFERS, W)])
                 tma.store_wait(0)
                 cta_barrier()
-                _, tile = row_and_tile(x, t, BM)
+                _, tile = row_and_tile(x, t, BM, GROUP)
                 add_dq(dq, dq_desc, r.dq.index(W), tile * 2 + W)
     dk = warpgroup_mma_wait(0, deps=[dk_next])
     mbarrier.arrive(r.done, count=1)
     mbarrier.wait(r.done, 0)
-    store_rows((dk * scale).to(dtype), k, dk_ptr, x, seqlen_kv, heads_kv, dim, W, D)
-    store_rows(dv.to(dtype), v, dv_ptr, x, seqlen_kv, heads_kv, dim_v, W, D)
+    store_rows(dk * scale, r.k.index(W), dk_desc, dk_ptr, x, seqlen_kv, heads_kv, dim, W, D, FOREIGN)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, x, seqlen_kv, heads_kv, dim_v, W, D, FOREIGN)
     tma.store_wait(0)
