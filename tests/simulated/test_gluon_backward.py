@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from simulated import backward_harness as harness
 from simulated.backward_harness import Setting
 from simulated.gluon_sim import SimError
 
-from kilat.backends.gluon import backward, backward_narrow, backward_parts, backward_wide
+from kilat.backends.gluon import backward, backward_dq, backward_narrow, backward_parts, backward_wide
 from kilat.masks import Causal, Window
 
 TOLERANCE = 1e-5  # of the largest exact value: products and sums in float32
@@ -41,8 +42,12 @@ SETTINGS = {
     "padded-narrow": Setting(67, 131, batch=4, padded=PADDED, dim=64, mask=Causal()),
     "softcap": Setting(200, 128, softcap=2.0, scale=-0.2),
     "softcap-narrow": Setting(300, 200, dim=64, softcap=2.0, scale=0.0),
-    "without-dq": Setting(200, 128, with_dq=False),
-    "without-dq-narrow": Setting(300, 128, dim=64, with_dq=False),
+    "deterministic": Setting(200, 128, deterministic=True),
+    "deterministic-narrow": Setting(300, 128, dim=64, heads=(2, 1), mask=Causal(), deterministic=True),
+    "deterministic-window": Setting(300, 400, dim=90, mask=Window(50, 20), softcap=3.0, deterministic=True),
+    "deterministic-ragged": Setting(ragged=RAGGED, heads=(2, 1), deterministic=True),
+    "deterministic-ragged-narrow": Setting(ragged=RAGGED, dim=64, mask=Causal(), deterministic=True),
+    "deterministic-padded": Setting(67, 131, batch=4, padded=PADDED, heads=(2, 1), deterministic=True),
 }
 
 
@@ -54,6 +59,7 @@ def test_gradients(name: str, seed: int) -> None:
 
 
 WIDE, NARROW = Setting(384, 128), Setting(512, 128, dim=64)
+DQ = Setting(64, 600, deterministic=True)
 SHORT = Setting(67, 131, batch=2, padded=((67, 33), (131, 100)))
 
 
@@ -100,6 +106,15 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         Setting(130, 130, mask=Causal()), backward_parts.hide, "distance <= x.high", "distance < x.high"),
     "mask-skipped": (
         Setting(130, 130, mask=Causal()), backward_parts.is_masked, "last_key - row > x.high", "last_key - row > x.high + 64"),
+    "dq-no-wait-for-v": (
+        DQ, backward_dq.consume_keys,
+        "mbarrier.wait(r.v_full.index(stage), phase)\n        dp_next", "dp_next"),
+    "dq-frees-k-early": (
+        DQ, backward_dq.consume_keys, "mbarrier.arrive(r.k_free.index(before), count=1)",
+        "mbarrier.arrive(r.k_free.index(stage), count=1)"),
+    "dq-garbage-left": (
+        replace(SHORT, deterministic=True), backward_dq.produce_keys,
+        "clear_rows(r.k.index(stage), x.kv_len - key, BN, D)", "pass"),
     "narrow-no-wait-for-ds": (
         NARROW, backward_narrow.turn,
         "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),
@@ -128,7 +143,7 @@ def test_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Each seed draws its own delays; some of them must show the bug."""
     setting, function, right, wrong = BUGS[name]
     broken = mutant(function, right, wrong)
-    for module in (backward, backward_narrow, backward_parts, backward_wide):
+    for module in (backward, backward_dq, backward_narrow, backward_parts, backward_wide):
         if hasattr(module, function.fn.__name__):
             monkeypatch.setattr(module, function.fn.__name__, broken)
     for seed in range(12):

@@ -12,20 +12,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kilat.backends.gluon.backward_narrow import consume_narrow
-from kilat.backends.gluon.backward_parts import Shared, place_of, produce
+from kilat.backends.gluon.backward_parts import Shared, barriers, place_of, produce
 from kilat.backends.gluon.backward_wide import consume_wide
-
-
-@gluon.jit
-def barriers(count, N: gl.constexpr):
-    """N barriers that each take `count` arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(made.index(i), count=count)
-    return made
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kilat.backends.gluon.backward import backward_kernel
+from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
 from kilat.masks.affine import Affine, affine
 from kilat.numerics import LOG2E
@@ -36,8 +37,6 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the gluon backward takes head dimensions up to {MAX_DIM}; got {dims}")
     if problem.out_dtype != problem.dtype:
         reasons.append(f"the gluon backward needs out in q's dtype {problem.dtype}; got out_dtype={problem.out_dtype}")
-    if problem.deterministic:
-        reasons.append("the gluon backward adds dQ up in no fixed order; got deterministic=True")
     return reasons
 
 
@@ -90,7 +89,7 @@ def _make_plan(p: Problem) -> Plan:
         "MASKED": p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0,
         "SOFTCAP": bool(cap),
         "TURNS": width == 128 and (bounds.kind[1] or bounds.kind[2]),
-        "WITH_DQ": "q" in p.grad_of,
+        "WITH_DQ": "q" in p.grad_of and not p.deterministic,
     }
     numbers = {
         "batch": p.batch, "seqlen_q": p.seqlen_q, "seqlen_kv": p.seqlen_kv, "num_heads_kv": p.num_heads_kv,
@@ -113,12 +112,15 @@ def backward(
     if not (problem.batch and o.q.numel()):
         return _grads(problem, dq, dk.zero_(), dv.zero_(), sink)
     lse_tiles, delta_tiles = torch.empty((2, plan.all_tiles, 64), dtype=torch.float32, device=o.q.device)
-    pieces = plan.all_tiles * (plan.width // 64) * 32 if "q" in wanted else 32
+    sums_dq = plan.constants["WITH_DQ"]
+    pieces = plan.all_tiles * (plan.width // 64) * 32 if sums_dq else 32
     dq_pieces = torch.empty((pieces, 128), dtype=torch.float32, device=o.q.device)
     _prepare(problem, o, (out, lse, dout, dlse), (lse_tiles, delta_tiles, dq_pieces))
     if o.k.numel() and not wanted.isdisjoint("qkv"):
         _main(problem, o, dout, (lse_tiles, delta_tiles, dq_pieces), (dk, dv))
-    if "q" in wanted:
+    if "q" in wanted and not sums_dq:
+        _dq_by_queries(problem, o, dout, (lse_tiles, delta_tiles), dq)
+    elif sums_dq:
         _finish(problem, o, dq_pieces, dq)
     if sink is not None and "sink" in wanted and o.sink is not None:
         sink = _sink_gradient(problem, o.sink, lse_tiles, delta_tiles)
@@ -148,7 +150,7 @@ def _prepare(problem: Problem, o: Operands, given: tuple[Any, ...], made: tuple[
         out, dout, lse.contiguous(), dlse, *made, o.cu_seqlens_q, o.seqlens_q,
         problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim_v,
         *_strides(out, plan.ragged), *_strides(dout, plan.ragged), *of_dlse,
-        BLOCK=plan.block_q, D=plan.width, WITH_DQ="q" in problem.grad_of, num_warps=4, enable_fp_fusion=True,
+        BLOCK=plan.block_q, D=plan.width, WITH_DQ=plan.constants["WITH_DQ"], num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -170,6 +172,30 @@ def _main(problem: Problem, o: Operands, dout: Tensor, made: tuple[Tensor, ...],
         descriptor(dout, plan.block_q, plan), *rows, TensorDescriptor.from_tensor(dq_pieces, [32, 128], _ROW_LAYOUT),
         *(descriptor(x, 64, plan) for x in out), *out, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv,
         **plan.numbers, **plan.constants, num_warps=4, maxnreg=168, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _dq_by_queries(
+    problem: Problem, o: Operands, dout: Tensor, rows: tuple[Tensor, ...], dq: Tensor
+) -> None:
+    """dQ without atomics, for deterministic=True."""
+    if not o.k.numel():
+        dq.zero_()
+        return
+    plan, constants = plan_of(problem), plan_of(problem).constants
+    dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
+    block_kv = 8192 // plan.width
+    block_q = BLOCK_Q.value
+    blocks = problem.seqlen_q // block_q + problem.batch if plan.ragged else -(-problem.seqlen_q // block_q)
+    programs = blocks * problem.num_heads_q * (1 if plan.ragged else problem.batch)
+    shared = "batch seqlen_q seqlen_kv left right right_top_left tiles dim scale factor cap_log2".split()
+    backward_dq_kernel[(programs,)](
+        descriptor(o.q, 64, plan), descriptor(o.k, block_kv, plan), descriptor(o.v, block_kv, plan),
+        descriptor(dout, 64, plan), descriptor(dq, 64, plan), dq, *rows,
+        o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv, num_heads_q=problem.num_heads_q, blocks=blocks,
+        **{name: plan.numbers[name] for name in shared},
+        **{name: constants[name] for name in ("BM", "D", "GROUP", "SOFTCAP", "FOREIGN")}, BN=block_kv,
+        num_warps=4, maxnreg=168, enable_fp_fusion=True,
     )  # fmt: skip
 
 

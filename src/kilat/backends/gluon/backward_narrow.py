@@ -19,7 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kilat.backends.gluon._compat import cta_barrier
-from kilat.backends.gluon.backward_parts import add_dq, hide, is_masked, probabilities, row_and_tile, store_rows
+from kilat.backends.gluon.backward_parts import (
+    NOWHERE,
+    add_dq,
+    hide,
+    is_masked,
+    probabilities,
+    row_and_tile,
+    store_rows,
+)
 
 BM = gl.constexpr(128)
 D = gl.constexpr(64)
@@ -179,6 +187,10 @@ def consume_narrow(
         add_dq(dq, dq_desc, r.dq.index(W), tile + W)
     mbarrier.arrive(r.done, count=1)
     mbarrier.wait(r.done, 0)
-    store_rows(dk * scale, r.k.index(W), dk_desc, dk_ptr, x, seqlen_kv, heads_kv, dim, W, D, FOREIGN)
-    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, x, seqlen_kv, heads_kv, dim_v, W, D, FOREIGN)
+    is_seen = x.tile < NOWHERE  # keys that no query sees may hold NaN
+    at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
+    dk = gl.where(is_seen, dk * scale, 0.0)
+    dv = gl.where(is_seen, dv, 0.0)
+    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, D, FOREIGN)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, D, FOREIGN)
     tma.store_wait(0)

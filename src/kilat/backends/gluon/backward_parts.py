@@ -109,6 +109,15 @@ class Shared:
 
 
 @gluon.jit
+def barriers(count, N: gl.constexpr):
+    """N barriers that each take `count` arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(made.index(i), count=count)
+    return made
+
+
+@gluon.jit
 def sequence_of(offsets, tile, batch, BLOCK: gl.constexpr):
     """Batch entry that owns a tile of a ragged batch: the last b with offsets[b] // BLOCK + b <= tile.
 
@@ -328,19 +337,23 @@ def produce(
 
 
 @gluon.jit
-def store_rows(value, buffer, desc, ptr, x, seqlen, heads, dim, W: gl.constexpr, D: gl.constexpr, FOREIGN: gl.constexpr):
-    """Write dK or dV [64, D] of warpgroup W to a contiguous [.., seqlen, heads, dim], through shared memory."""
-    value = gl.where(x.tile < NOWHERE, value, 0.0)  # keys that no query sees may hold NaN
+def store_rows(value, buffer, desc, ptr, at, seqlen, heads, dim, D: gl.constexpr, FOREIGN: gl.constexpr):
+    """Write [64, D] of a gradient to a contiguous [.., seqlen, heads, dim], through shared memory.
+
+    at = (batch, first token of the sequence, row, length of the sequence, head); rows from the length on are not
+    written where something else may lie there (FOREIGN).
+    """
+    batch, start, row, length, head = at
     buffer.reshape([64, D]).store(value.to(buffer.dtype))
     if FOREIGN:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
         rows = buffer.reshape([64, D]).load(layout)
-        j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        i = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
         c = gl.arange(0, D, gl.SliceLayout(0, layout))
-        token = (x.kv_batch.to(gl.int64) * seqlen + x.kv_start) * heads + x.head_kv
-        at = gl.expand_dims(j.to(gl.int64) * heads * dim, 1) + gl.expand_dims(c, 0)
-        inside = gl.expand_dims(j < x.kv_len, 1) & gl.expand_dims(c < dim, 0)
-        gl.store(ptr + token * dim + at, rows, mask=inside)
+        token = (batch.to(gl.int64) * seqlen + start) * heads + head
+        offset = gl.expand_dims(i.to(gl.int64) * heads * dim, 1) + gl.expand_dims(c, 0)
+        inside = gl.expand_dims(i < length, 1) & gl.expand_dims(c < dim, 0)
+        gl.store(ptr + token * dim + offset, rows, mask=inside)
     else:
         fence_async_shared()
-        async_store(desc, [x.kv_batch, x.kv_start + x.key + W * 64, x.head_kv, 0], buffer)
+        async_store(desc, [batch, start + row, head, 0], buffer)
