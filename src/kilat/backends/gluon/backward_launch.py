@@ -1,20 +1,23 @@
-"""The host side of the backward on sm_90: what it takes, buffers, descriptors, three launches."""
+"""The host side of the backward on sm_90: what it takes, buffers, descriptors, launches.
+
+Three kernels: `prepare` (delta, lse in log2 units, dQ's accumulator cleared), the main one, `finish` (dQ out of the
+accumulator). With deterministic=True the main kernel leaves dQ to `backward_dq_kernel`, and there is no accumulator.
+"""
 
 # pyright: basic
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
-from kilat.masks.affine import Affine, affine
+from kilat.backends.gluon.launching import Box, Launcher
+from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
 from kilat.problem import Grads
 from kilat.scores import Softcap
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK_KV = 128
 MAX_DIM = 128
-_ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -40,20 +43,24 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What follows from the Problem alone."""
+    """What follows from the Problem alone, and the kernels compiled for it."""
 
-    bounds: Affine
     width: int  # the head dimension that kernels work in
     block_q: int
     tiles: int  # of 64 rows, from one query head to the next
-    tiles_kv: int
     all_tiles: int
     programs: int
     ragged: bool
-    constants: dict[str, Any]
-    numbers: dict[str, Any]
+    sums_dq: bool  # by the main kernel, into an accumulator
+    foreign: bool  # behind a sequence may lie what is not its own
+    numbers: tuple[Any, ...]  # of the main kernel, in the order of its parameters
+    constants: tuple[Any, ...]
+    dq_programs: int
+    dq_numbers: tuple[Any, ...]
+    dq_constants: tuple[Any, ...]
+    launch: Launcher = field(default_factory=Launcher)
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -69,69 +76,90 @@ def _make_plan(p: Problem) -> Plan:
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-    block_q = 128 if width == 64 else 64
-    ragged = p.layout == "ragged"
-    per_block = block_q // 64
-    if ragged:
-        tiles, tiles_kv = (p.seqlen_q // block_q + p.batch) * per_block, p.seqlen_kv // BLOCK_KV + p.batch
-        sequences = 1
-    else:
-        tiles, tiles_kv = -(-p.seqlen_q // block_q) * per_block, -(-p.seqlen_kv // BLOCK_KV)
-        sequences = p.batch
-    foreign = ragged or p.padded_q or p.padded_kv
+    block_q, block_kv, ragged = (128 if width == 64 else 64), 8192 // width, p.layout == "ragged"
+
+    def count(seqlen: int, block: int) -> int:
+        return seqlen // block + p.batch if ragged else -(-seqlen // block)
+
+    tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, BLOCK_KV)
+    blocks, sequences = count(p.seqlen_q, BLOCK_Q.value), 1 if ragged else p.batch
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
-    constants = {
-        "BM": block_q,
-        "D": width,
-        "BUFFERS": 3 if width == 64 else 4,
-        "GROUP": p.group,
-        "FOREIGN": foreign,
-        "MASKED": p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0,
-        "SOFTCAP": bool(cap),
-        "TURNS": width == 128 and (bounds.kind[1] or bounds.kind[2]),
-        "WITH_DQ": "q" in p.grad_of and not p.deterministic,
-    }
-    numbers = {
-        "batch": p.batch, "seqlen_q": p.seqlen_q, "seqlen_kv": p.seqlen_kv, "num_heads_kv": p.num_heads_kv,
-        "left": bounds.left, "right": bounds.right, "right_top_left": bounds.right_top_left,
-        "tiles_kv": tiles_kv, "tiles": tiles, "dim": p.head_dim, "dim_v": p.head_dim_v, "scale": p.scale,
-        "factor": 2.0 * LOG2E * p.scale / cap if cap else LOG2E * p.scale, "cap_log2": cap * LOG2E,
-    }  # fmt: skip
-    all_tiles, programs = tiles * p.num_heads_q * sequences, tiles_kv * p.num_heads_kv * sequences
-    return Plan(bounds, width, block_q, tiles, tiles_kv, all_tiles, programs, ragged, constants, numbers)
+    # TMA cannot store rows that are no multiple of 16 bytes
+    foreign = ragged or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
+    masked = p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0
+    sums_dq = "q" in p.grad_of and not p.deterministic
+    turns = width == 128 and bounds.kind != (False, False, False)
+    factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
+    lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
+    return Plan(
+        width=width,
+        block_q=block_q,
+        tiles=tiles,
+        all_tiles=tiles * p.num_heads_q * sequences,
+        programs=tiles_kv * p.num_heads_kv * sequences,
+        ragged=ragged,
+        sums_dq=sums_dq,
+        foreign=foreign,
+        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, tiles, p.head_dim, p.head_dim_v, *factors),
+        constants=(block_q, width, 3 if width == 64 else 4, p.group, foreign, bool(cap), turns, sums_dq, masked),
+        dq_programs=blocks * p.num_heads_q * sequences,
+        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, tiles, p.head_dim, *factors),
+        dq_constants=(block_q, block_kv, width, p.group, bool(cap), foreign),
+    )
 
 
 def backward(
     problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     """Gradients of what `problem.grad_of` names; see `Backend.backward`."""
+    device = operands.q.device
+    if torch.cuda.is_available() and torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _backward(problem, operands, out, lse, dout, dlse)
+    return _backward(problem, operands, out, lse, dout, dlse)
+
+
+def _backward(
+    problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
     plan, o, wanted = plan_of(problem), operands, problem.grad_of
-    exact = not plan.constants["FOREIGN"]  # every row of a gradient is written
-    dq, dk, dv = ((torch.empty if exact else torch.zeros)(x.shape, dtype=x.dtype, device=x.device) for x in (o.q, o.k, o.v))
+    made = torch.zeros if plan.foreign else torch.empty  # else every row is written
+    dq, dk, dv = (made(x.shape, dtype=x.dtype, device=x.device) for x in (o.q, o.k, o.v))
+    if not (problem.batch and o.q.numel() and o.k.numel()):
+        dq.zero_(), dk.zero_(), dv.zero_()
+    dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
     sink = None if o.sink is None else torch.zeros_like(o.sink)
-    if not (problem.batch and o.q.numel()):
-        return _grads(problem, dq, dk.zero_(), dv.zero_(), sink)
-    lse_tiles, delta_tiles = torch.empty((2, plan.all_tiles, 64), dtype=torch.float32, device=o.q.device)
-    sums_dq = plan.constants["WITH_DQ"]
-    pieces = plan.all_tiles * (plan.width // 64) * 32 if sums_dq else 32
-    dq_pieces = torch.empty((pieces, 128), dtype=torch.float32, device=o.q.device)
-    _prepare(problem, o, (out, lse, dout, dlse), (lse_tiles, delta_tiles, dq_pieces))
-    if o.k.numel() and not wanted.isdisjoint("qkv"):
-        _main(problem, o, dout, (lse_tiles, delta_tiles, dq_pieces), (dk, dv))
-    if "q" in wanted and not sums_dq:
-        _dq_by_queries(problem, o, dout, (lse_tiles, delta_tiles), dq)
-    elif sums_dq:
-        _finish(problem, o, dq_pieces, dq)
-    if sink is not None and "sink" in wanted and o.sink is not None:
-        sink = _sink_gradient(problem, o.sink, lse_tiles, delta_tiles)
-    return _grads(problem, dq, dk, dv, sink)
-
-
-def _grads(problem: Problem, dq: Tensor, dk: Tensor, dv: Tensor, sink: Tensor | None) -> Grads:
-    grads = Grads(*(x if name in problem.grad_of else None for name, x in zip("qkv", (dq, dk, dv), strict=True)))
-    grads.sink = sink if "sink" in problem.grad_of else None
+    if problem.batch and o.q.numel():
+        rows = torch.empty((2, plan.all_tiles, 64), dtype=torch.float32, device=o.q.device)
+        pieces = plan.all_tiles * (plan.width // 64) * 32 if plan.sums_dq else 32
+        dq_pieces = torch.empty((pieces, 128), dtype=torch.float32, device=o.q.device)
+        _prepare(problem, o, (out, lse, dout, dlse), (rows, dq_pieces))
+        if o.k.numel() and not wanted.isdisjoint("qkv"):
+            _products(problem, o, dout, (rows, dq_pieces), (dq, dk, dv))
+        if o.sink is not None and "sink" in wanted:
+            sink = _sink_gradient(problem, o.sink, rows)
+    grads = Grads(*(x if name in wanted else None for name, x in zip("qkv", (dq, dk, dv), strict=True)))
+    grads.sink = sink if "sink" in wanted else None
     grads.score_tensors = [[] for _ in problem.scores]
     return grads
+
+
+def _prepare(problem: Problem, o: Operands, given: tuple[Any, ...], made: tuple[Tensor, Tensor]) -> None:
+    plan, (out, lse, dout, dlse), (rows, dq_pieces) = plan_of(problem), given, made
+    dlse = dlse if dlse is None or dlse.dtype == torch.float32 else dlse.float()
+    of_dlse = (0, 0, 0)
+    if dlse is not None:
+        of_dlse = (0 if plan.ragged else dlse.stride(0), dlse.stride(-1), dlse.stride(-2))
+    plan.launch(
+        prepare_kernel,
+        plan.all_tiles // (plan.block_q // 64),
+        (out, dout, lse.contiguous(), dlse, rows[0], rows[1], dq_pieces, o.cu_seqlens_q, o.seqlens_q),
+        (
+            problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim_v,
+            *_strides(out, plan.ragged), *_strides(dout, plan.ragged), *of_dlse,
+        ),
+        (plan.block_q, plan.width, plan.sums_dq),
+    )  # fmt: skip
 
 
 def _strides(x: Tensor, ragged: bool) -> tuple[int, ...]:
@@ -139,88 +167,77 @@ def _strides(x: Tensor, ragged: bool) -> tuple[int, ...]:
     return (0, *x.stride()[:2]) if ragged else tuple(x.stride()[:3])
 
 
-def _prepare(problem: Problem, o: Operands, given: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
-    plan, (out, lse, dout, dlse) = plan_of(problem), given
-    of_dlse = (0, 0, 0)
-    if dlse is not None:
-        dlse = dlse.float()
-        of_h, of_n = dlse.stride()[-2:]
-        of_dlse = (0 if plan.ragged else dlse.stride(0), of_n, of_h)
-    prepare_kernel[(plan.all_tiles // (plan.block_q // 64),)](
-        out, dout, lse.contiguous(), dlse, *made, o.cu_seqlens_q, o.seqlens_q,
-        problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim_v,
-        *_strides(out, plan.ragged), *_strides(dout, plan.ragged), *of_dlse,
-        BLOCK=plan.block_q, D=plan.width, WITH_DQ=plan.constants["WITH_DQ"], num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _finish(problem: Problem, o: Operands, dq_pieces: Tensor, dq: Tensor) -> None:
-    plan = plan_of(problem)
-    finish_kernel[(plan.all_tiles // (plan.block_q // 64),)](
-        dq_pieces, dq, o.cu_seqlens_q, o.seqlens_q, problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles,
-        problem.head_dim, problem.scale, BLOCK=plan.block_q, D=plan.width, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _main(problem: Problem, o: Operands, dout: Tensor, made: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
-    plan = plan_of(problem)
-    lse_tiles, delta_tiles, dq_pieces = made
-    dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
-    rows = [TensorDescriptor.from_tensor(x, [1, 64], _ROW_LAYOUT) for x in (lse_tiles, delta_tiles)]
-    backward_kernel[(plan.programs,)](
-        descriptor(o.q, plan.block_q, plan), descriptor(o.k, 64, plan), descriptor(o.v, 64, plan),
-        descriptor(dout, plan.block_q, plan), *rows, TensorDescriptor.from_tensor(dq_pieces, [32, 128], _ROW_LAYOUT),
-        *(descriptor(x, 64, plan) for x in out), *out, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv,
-        **plan.numbers, **plan.constants, num_warps=4, maxnreg=168, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _dq_by_queries(
-    problem: Problem, o: Operands, dout: Tensor, rows: tuple[Tensor, ...], dq: Tensor
+def _products(
+    problem: Problem, o: Operands, dout: Tensor, given: tuple[Tensor, Tensor], made: tuple[Tensor, ...]
 ) -> None:
-    """dQ without atomics, for deterministic=True."""
-    if not o.k.numel():
-        dq.zero_()
-        return
-    plan, constants = plan_of(problem), plan_of(problem).constants
-    dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
-    block_kv = 8192 // plan.width
-    block_q = BLOCK_Q.value
-    blocks = problem.seqlen_q // block_q + problem.batch if plan.ragged else -(-problem.seqlen_q // block_q)
-    programs = blocks * problem.num_heads_q * (1 if plan.ragged else problem.batch)
-    shared = "batch seqlen_q seqlen_kv left right right_top_left tiles dim scale factor cap_log2".split()
-    backward_dq_kernel[(programs,)](
-        descriptor(o.q, 64, plan), descriptor(o.k, block_kv, plan), descriptor(o.v, block_kv, plan),
-        descriptor(dout, 64, plan), descriptor(dq, 64, plan), dq, *rows,
-        o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv, num_heads_q=problem.num_heads_q, blocks=blocks,
-        **{name: plan.numbers[name] for name in shared},
-        **{name: constants[name] for name in ("BM", "D", "GROUP", "SOFTCAP", "FOREIGN")}, BN=block_kv,
-        num_warps=4, maxnreg=168, enable_fp_fusion=True,
+    """The kernels between `prepare` and the end."""
+    plan, (rows, dq_pieces), (dq, dk, dv) = plan_of(problem), given, made
+    q, k, v, do = (readable(x, plan.ragged) for x in (o.q, o.k, o.v, dout))
+    lengths = (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
+    # gradients are stored through a descriptor only where TMA can
+    dk_box, dv_box = (k, v) if plan.foreign else (readable(dk, plan.ragged), readable(dv, plan.ragged))
+    boxes = [(q, plan.block_q), (k, 64), (v, 64), (do, plan.block_q)]
+    plan.launch(
+        backward_kernel,
+        plan.programs,
+        (
+            *(box(x, n, plan.width) for x, n in boxes), row_box(rows[0], 1, 64), row_box(rows[1], 1, 64),
+            row_box(dq_pieces, 32, 128), box(dk_box, 64, plan.width), box(dv_box, 64, plan.width), dk, dv, *lengths,
+        ),
+        plan.numbers,
+        plan.constants,
+        maxnreg=168,
     )  # fmt: skip
+    if plan.sums_dq:
+        numbers = (problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim, problem.scale)
+        plan.launch(
+            finish_kernel,
+            plan.all_tiles // (plan.block_q // 64),
+            (dq_pieces, dq, o.cu_seqlens_q, o.seqlens_q),
+            numbers,
+            (plan.block_q, plan.width),
+        )
+    elif "q" in problem.grad_of:
+        block_kv, dq_box = plan.dq_constants[1], q if plan.foreign else readable(dq, plan.ragged)
+        boxes = [(q, 64), (k, block_kv), (v, block_kv), (do, 64), (dq_box, 64)]
+        plan.launch(
+            backward_dq_kernel,
+            plan.dq_programs,
+            (*(box(x, n, plan.width) for x, n in boxes), dq, rows[0], rows[1], *lengths),
+            plan.dq_numbers,
+            plan.dq_constants,
+            maxnreg=168,
+        )
 
 
-def descriptor(x: Tensor, rows: int, plan: Plan) -> TensorDescriptor:
-    """Boxes [1, rows, 1, width] of x as [batch, seqlen, heads, dim]; what TMA cannot read is copied.
+def readable(x: Tensor, ragged: bool) -> Tensor:
+    """x as [batch, seqlen, heads, dim] that TMA can read: addresses and strides are multiples of 16 bytes, none 0."""
+    x = x.detach().unsqueeze(0) if ragged else x.detach()
+    unit, shape, strides = 16 // x.element_size(), x.shape, x.stride()
+    good = x.data_ptr() % 16 == 0 and strides[3] == 1
+    if good and all(n == 1 or (s > 0 and s % unit == 0) for s, n in zip(strides[:3], shape[:3], strict=True)):
+        return x
+    whole = x.new_empty((*shape[:3], -(-shape[3] // unit) * unit))
+    return whole[..., : shape[3]].copy_(x)
 
-    TMA wants addresses and strides in multiples of 16 bytes and none of them 0.
-    """
-    x = x.detach().unsqueeze(0) if plan.ragged else x.detach()
+
+def box(x: Tensor, rows: int, width: int) -> Box:
+    """Boxes [1, rows, 1, width] of what `readable` returned."""
     unit = 16 // x.element_size()
-    readable = x.data_ptr() % 16 == 0 and x.stride(3) == 1
-    if not readable or any(n > 1 and (s == 0 or s % unit) for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)):
-        whole = x.new_empty((*x.shape[:3], -(-x.shape[3] // unit) * unit))
-        x = whole[..., : x.shape[3]].copy_(x)
-    strides = [s if n > 1 else unit for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    box = [1, rows, 1, plan.width]
+    strides = [s if n > 1 else unit for s, n in zip(x.stride(), x.shape, strict=True)]
+    strides[3] = 1
+    shape = [1, rows, 1, width]
     kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], box, gl.NVMMASharedLayout.get_default_for(box, kind))
+    return Box(x, list(x.shape), strides, shape, gl.NVMMASharedLayout.get_default_for(shape, kind))
 
 
-def _sink_gradient(problem: Problem, sink: Tensor, lse_tiles: Tensor, delta_tiles: Tensor) -> Tensor:
+def row_box(x: Tensor, rows: int, width: int) -> Box:
+    """Boxes [rows, width] of a contiguous float32 matrix."""
+    return Box(x, list(x.shape), list(x.stride()), [rows, width], ROW_LAYOUT)
+
+
+def _sink_gradient(problem: Problem, sink: Tensor, rows: Tensor) -> Tensor:
     """dsink = - sum over rows of exp(sink - lse) * (delta - dlse)."""
-    shape = (-1, problem.num_heads_q, plan_of(problem).tiles * 64)
-    share = torch.exp2(sink.float()[:, None] * LOG2E - lse_tiles.view(shape))
-    return -(share * delta_tiles.view(shape)).sum((0, 2)).to(sink.dtype)
-
-
-__all__ = ["backward", "descriptor", "unsupported"]
+    lse, delta = rows.view(2, -1, problem.num_heads_q, plan_of(problem).tiles * 64)
+    share = torch.exp2(sink.float()[:, None] * LOG2E - lse)
+    return -(share * delta).sum((0, 2)).to(sink.dtype)

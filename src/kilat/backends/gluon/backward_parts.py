@@ -325,14 +325,18 @@ def produce(
             fence_async_shared()
             cta_barrier()
             mbarrier.expect(q_full, BM * 4)
-            mbarrier.expect(do_full, BM * 4)
         else:
             mbarrier.expect(q_full, q_desc.block_type.nbytes + BM * 4)
             async_load(q_desc, at, q_full, r.q.index(stage))
+        # Before dO, since S is what the consumers wait for.
+        for i in gl.static_range(ROWS):
+            async_load(lse_desc, [tile + i, 0], q_full, r.lse.index(stage * ROWS + i))
+        if is_short:
+            mbarrier.expect(do_full, BM * 4)
+        else:
             mbarrier.expect(do_full, do_desc.block_type.nbytes + BM * 4)
             async_load(do_desc, at, do_full, r.do.index(stage))
         for i in gl.static_range(ROWS):
-            async_load(lse_desc, [tile + i, 0], q_full, r.lse.index(stage * ROWS + i))
             async_load(delta_desc, [tile + i, 0], do_full, r.delta.index(stage * ROWS + i))
 
 
