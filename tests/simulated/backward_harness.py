@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import simulated.gluon_sim as gluon_sim
 import numpy as np
+import simulated.gluon_sim as gluon_sim
 import torch
 from simulated.gluon_sim import Desc, Ptr
 
@@ -123,15 +123,7 @@ def simulate(
         programs = tiles_kv * heads_kv * sequences
         all_tiles = tiles * heads_q * sequences
     places = list(_rows(s, p, tiles, block_q))
-    lse_rows = np.full((all_tiles, 64), np.inf, np.float32)
-    delta_rows = np.zeros((all_tiles, 64), np.float32)
-    flat_lse, flat_delta = lse_rows.reshape(-1), delta_rows.reshape(-1)
-    for b, h, start, n, tile in places:
-        one = lse[h, start : start + n] if s.ragged else lse[b, h, :n]
-        o = (out if s.ragged else out[b])[start : start + n, h]
-        g = (x["do"][0] if s.ragged else x["do"][b])[start : start + n, h]
-        flat_lse[tile * 64 : tile * 64 + n] = np.where(np.isneginf(one), np.inf, one * LOG2E)
-        flat_delta[tile * 64 : tile * 64 + n] = (o * g).sum(-1)
+    lse_rows, delta_rows = _prepared(s, x, out, lse, places, all_tiles)
     dq_pieces = np.zeros((all_tiles * (width // 64) * 32, 128), np.float32)
     dk, dv = (np.zeros(x["k"].shape, np.float32) for _ in range(2))
     bounds = affine(s.mask)
@@ -155,8 +147,10 @@ def simulate(
         "left": bounds.left, "right": bounds.right,
         "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv, "tiles": tiles, "dim": s.dim, "dim_v": s.dim,
         "scale": np.float32(s.scale), "factor": np.float32(factor), "cap_log2": np.float32(s.softcap * LOG2E),
-        "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 4 if width == 128 else 3, "FOREIGN": bool(s.ragged or s.padded),
-        "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % 128), "SOFTCAP": bool(s.softcap), "TURNS": s.turns, "WITH_DQ": not s.deterministic,
+        "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 4 if width == 128 else 3,
+        "FOREIGN": bool(s.ragged or s.padded),
+        "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % 128), "SOFTCAP": bool(s.softcap),
+        "TURNS": s.turns, "WITH_DQ": not s.deterministic,
     }  # fmt: skip
     gluon_sim.launch(backward, "backward_kernel", (programs,), args, seed=seed, timeout=timeout)
     found = {"k": dk[..., : s.dim], "v": dv}
@@ -170,19 +164,51 @@ def simulate(
     return found | {"q": dq}
 
 
+def _prepared(s: Setting, x: Any, out: Any, lse: Any, places: list[Any], all_tiles: int) -> tuple[Any, Any]:
+    """lse in log2 units and delta, in tiles of 64 rows."""
+    lse_rows = np.full((all_tiles, 64), np.inf, np.float32)
+    delta_rows = np.zeros((all_tiles, 64), np.float32)
+    for b, h, start, n, tile in places:
+        one = lse[h, start : start + n] if s.ragged else lse[b, h, :n]
+        o = (out if s.ragged else out[b])[start : start + n, h]
+        g = (x["do"][0] if s.ragged else x["do"][b])[start : start + n, h]
+        lse_rows.reshape(-1)[tile * 64 : tile * 64 + n] = np.where(np.isneginf(one), np.inf, one * LOG2E)
+        delta_rows.reshape(-1)[tile * 64 : tile * 64 + n] = (o * g).sum(-1)
+    return lse_rows, delta_rows
+
+
 def _dq_by_queries(
     s: Setting, x: dict[str, np.ndarray], args: dict[str, Any], dq: np.ndarray, rows: Any, seed: int, timeout: float
 ) -> None:
     """Fill dq by the kernel that owns queries."""
     block_kv, total, sequences = 8192 // s.width, dq.shape[1], args["batch"]
     blocks = total // 128 + sequences if s.ragged else -(-total // 128)
-    boxes = {
-        f"{n}_desc": Desc(a, (1, block_kv if n in "kv" else 64, 1, s.width)) for n, a in (x | {"dq": dq}).items()
-    }
-    same = (
-        "offsets_q offsets_kv lengths_q lengths_kv batch seqlen_q seqlen_kv left right right_top_left tiles dim "
-        "scale factor cap_log2 BM D GROUP SOFTCAP FOREIGN"
-    ).split()
+    boxes = {f"{n}_desc": Desc(a, (1, block_kv if n in "kv" else 64, 1, s.width)) for n, a in (x | {"dq": dq}).items()}
+    same = [
+        *("offsets_q", "offsets_kv", "lengths_q", "lengths_kv", "batch", "seqlen_q", "seqlen_kv", "left", "right"),
+        *("right_top_left", "tiles", "dim", "scale", "factor", "cap_log2", "BM", "D", "GROUP", "SOFTCAP", "FOREIGN"),
+    ]
+        "offsets_q",
+        "offsets_kv",
+        "lengths_q",
+        "lengths_kv",
+        "batch",
+        "seqlen_q",
+        "seqlen_kv",
+        "left",
+        "right",
+        "right_top_left",
+        "tiles",
+        "dim",
+        "scale",
+        "factor",
+        "cap_log2",
+        "BM",
+        "D",
+        "GROUP",
+        "SOFTCAP",
+        "FOREIGN",
+    ]
     given = {name: args[name] for name in same} | boxes
     given |= {"dq_ptr": Ptr(dq.reshape(-1)), "lse_tiles": Ptr(rows[0].reshape(-1))}
     given |= {"delta_tiles": Ptr(rows[1].reshape(-1)), "num_heads_q": s.heads[0], "blocks": blocks, "BN": block_kv}

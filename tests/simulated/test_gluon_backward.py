@@ -75,10 +75,8 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         WIDE, backward_wide.consume_wide, "phase = (t // 2) & 1", "phase = ((t + 1) // 2) & 1"),
     "ds-arrives-early": (
         WIDE, backward_wide.consume_wide,
-        "            r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()\n"
-        "            mbarrier.arrive(r.ds_full.index(slot), count=1)",
-        "            mbarrier.arrive(r.ds_full.index(slot), count=1)\n"
-        "            r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()"),
+        "            r.ds.index(slot * 2 + W).store(ds_half)\n",
+        "            mbarrier.arrive(r.ds_full.index(slot), count=1)\n            r.ds.index(slot * 2 + W).store(ds_half)\n"),
     "no-fence": (
         WIDE, backward_wide.consume_wide,
         "r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()",
@@ -105,7 +103,8 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
     "mask-one-off": (
         Setting(130, 130, mask=Causal()), backward_parts.hide, "distance <= x.high", "distance < x.high"),
     "mask-skipped": (
-        Setting(130, 130, mask=Causal()), backward_parts.is_masked, "last_key - row > x.high", "last_key - row > x.high + 64"),
+        Setting(130, 130, mask=Causal()), backward_parts.is_masked,
+        "last_key - row > x.high", "last_key - row > x.high + 64"),
     "dq-no-wait-for-v": (
         DQ, backward_dq.consume_keys,
         "mbarrier.wait(r.v_full.index(stage), phase)\n        dp_next", "dp_next"),
@@ -119,7 +118,8 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         NARROW, backward_narrow.turn,
         "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),
     "narrow-no-wait-for-q": (
-        NARROW, backward_narrow.turn, "if not LAST:\n        mbarrier.wait(r.q_full.index(stage_after), phase_after)", "if not LAST:"),
+        NARROW, backward_narrow.turn,
+        "if not LAST:\n        mbarrier.wait(r.q_full.index(stage_after), phase_after)", "if not LAST:"),
     "narrow-two-buffers": (
         Setting(1024, 128, dim=64), backward_narrow.turn, "slot = t % BUFFERS", "slot = t % 2"),
     "narrow-frees-twice": (

@@ -7,7 +7,8 @@ lse (in log2 units) and delta come from `backward_rows.prepare_kernel`, which al
 dS^T are register operands of the products that give dV and dK.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -81,15 +82,15 @@ def backward_kernel(
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
-                    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv, dim, dim_v,
-                    0, GROUP, SOFTCAP, TURNS, WITH_DQ, MASKED, FOREIGN,
+                    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
+                    dim, dim_v, 0, GROUP, SOFTCAP, TURNS, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
-                    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv, dim, dim_v,
-                    1, GROUP, SOFTCAP, TURNS, WITH_DQ, MASKED, FOREIGN,
+                    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
+                    dim, dim_v, 1, GROUP, SOFTCAP, TURNS, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (

@@ -8,7 +8,8 @@ through a ring:
 The product that gives dQ of one block of keys is issued with S of the next.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # The annotations of aggregates are read when the class is made, so they must not be strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -4,7 +4,6 @@ Three kernels: `prepare` (delta, lse in log2 units, dQ's accumulator cleared), t
 accumulator). With deterministic=True the main kernel leaves dQ to `backward_dq_kernel`, and there is no accumulator.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -88,7 +87,7 @@ def _make_plan(p: Problem) -> Plan:
     foreign = ragged or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
     masked = p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
-    turns = width == 128 and bounds.kind != (False, False, False)
+    turns = width == 128
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     return Plan(
@@ -126,7 +125,8 @@ def _backward(
     made = torch.zeros if plan.foreign else torch.empty  # else every row is written
     dq, dk, dv = (made(x.shape, dtype=x.dtype, device=x.device) for x in (o.q, o.k, o.v))
     if not (problem.batch and o.q.numel() and o.k.numel()):
-        dq.zero_(), dk.zero_(), dv.zero_()
+        for x in (dq, dk, dv):
+            x.zero_()
     dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
     sink = None if o.sink is None else torch.zeros_like(o.sink)
     if problem.batch and o.q.numel():
@@ -138,10 +138,13 @@ def _backward(
             _products(problem, o, dout, (rows, dq_pieces), (dq, dk, dv))
         if o.sink is not None and "sink" in wanted:
             sink = _sink_gradient(problem, o.sink, rows)
-    grads = Grads(*(x if name in wanted else None for name, x in zip("qkv", (dq, dk, dv), strict=True)))
-    grads.sink = sink if "sink" in wanted else None
-    grads.score_tensors = [[] for _ in problem.scores]
-    return grads
+    return Grads(
+        dq if "q" in wanted else None,
+        dk if "k" in wanted else None,
+        dv if "v" in wanted else None,
+        sink if "sink" in wanted else None,
+        [[] for _ in problem.scores],
+    )
 
 
 def _prepare(problem: Problem, o: Operands, given: tuple[Any, ...], made: tuple[Tensor, Tensor]) -> None:

@@ -1,11 +1,12 @@
 """The consumer of the backward for head_dim up to 64: 128 queries a turn, in two blocks of 64, a and b.
 
-S and dP are issued one block ahead, so a turn enters with P and dP of its block a in registers and leaves with those of
-the next turn's. Warpgroup w does dQ of block w of the turn before, with whole rows; first and last turn stand outside of
-the loop, since the first has no dQ to do and the last nothing to issue ahead. V is a register operand.
+S and dP are issued one block ahead, so a turn enters with P and dP of its block a in registers and leaves with those
+of the next turn's. Warpgroup w does dQ of block w of the turn before, with whole rows; first and last turn stand
+outside of the loop, since the first has no dQ to do and the last nothing to issue ahead. V is a register operand.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -46,7 +47,7 @@ def block(buffer, stage, i: gl.constexpr):
 def scores_to_p(s, r, x, row, at, factor, cap_log2, W: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr):
     """P of 64 queries from `row`, whose lse is entry `at`, and P times the slope of a softcap."""
     p, slope = probabilities(s, r.lse.index(at).load(S_LAYOUT), factor, cap_log2, SOFTCAP)
-    if MASKED:
+    if MASKED:  # noqa: SIM102 (a constant, and then a number of the program)
         if is_masked(x, row, 64):
             p = hide(p, x, r, row, W, S_LAYOUT)
     return p, p * slope
@@ -146,7 +147,6 @@ def consume_narrow(
     MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and one of the two 64-row blocks of every turn's dQ."""
-    dtype: gl.constexpr = r.k.dtype
     dk = gl.zeros([64, D], gl.float32, S_LAYOUT)
     dv = gl.zeros([64, D], gl.float32, S_LAYOUT)
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
@@ -171,13 +171,15 @@ def consume_narrow(
     )
     for t in range(1, x.turns - 1):
         p, weight, dp, dk, dv = turn(
-            t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, False
-        )
+            t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
+            W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, False,
+        )  # fmt: skip
     last = x.turns - 1
     if last > 0:
         p, weight, dp, dk, dv = turn(
-            last, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, True
-        )
+            last, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
+            W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, True,
+        )  # fmt: skip
     if WITH_DQ:
         mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
         dq = warpgroup_mma_wait(0, deps=[dq_products(r, last, W)])

@@ -1,10 +1,11 @@
 """Parts that the backward kernels share: where a program works, its shared memory, the TMA producer, the epilogue.
 
 A program (CTA) owns 128 keys of one key/value head. It runs over turns t = 0 .. turns - 1: the blocks of queries that
-see its keys, each for all query heads of the group. One TMA producer warp feeds two consumer warpgroups of 64 keys each.
+see its keys, each for all query heads of the group. A TMA producer feeds two consumer warpgroups of 64 keys each.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # The annotations of aggregates are read when the class is made, so they must not be strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,8 +41,8 @@ class Place:
 
     @gluon.constexpr_function
     def __init__(
-        self, sequence, q_batch, q_start, kv_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first, turns,
-        tile, tiles,
+        self, sequence, q_batch, q_start, kv_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
+        turns, tile, tiles,
     ):  # fmt: skip
         self.sequence = sequence
         self.q_batch = q_batch
@@ -191,14 +192,14 @@ def place_of(
         turns = first * 0 + 1
         tile = NOWHERE + tile * 0
     return Place(
-        sequence, in_batch, q_start, in_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first, turns,
-        tile, tiles,
+        sequence, in_batch, q_start, in_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
+        turns, tile, tiles,
     )  # fmt: skip
 
 
 @gluon.jit
 def is_masked(x, row, BM: gl.constexpr):
-    """Whether a block of BM queries from `row` hides any of the program's keys, or the program has keys past the end."""
+    """Whether some of the BM queries from `row` do not see some of the program's keys, or keys lie past the end."""
     last_key = x.key + BLOCK_KV - 1
     return (last_key >= x.kv_len) | (last_key - row > x.high) | (x.key - row - (BM - 1) < x.low)
 
@@ -233,7 +234,7 @@ def probabilities(s, lse, factor, cap_log2, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def fragment_order(x):
-    """[64, 64] of an MMA accumulator -> [32, 128] in which each thread owns 16-byte pieces; moves no data between threads.
+    """[64, 64] of an MMA accumulator -> [32, 128] in which a thread owns 16-byte pieces; no data moves between threads.
 
     Rows split as (warp 4, half 2, 8), columns as (8, lane 4, pair 2); the order is (warp, 8 columns, 8 rows, lane,
     half, pair). `backward_rows.finish_kernel` undoes it.

@@ -4,7 +4,8 @@ lse and delta lie in tiles of 64 rows, whole tiles for every sequence; dQ's accu
 every tile, each a [64, 64] block in the order of an MMA fragment (`backward_parts.fragment_order`).
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import triton

@@ -6,7 +6,8 @@ registers cross the loop's back edge: an accumulator or a register operand in fl
 every wgmma. For the same reason the loop runs at least once.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -109,12 +110,12 @@ def consume_wide(
                     mbarrier.wait(r.turn.index(1), (t - 1) & 1)
         s = warpgroup_mma_wait(1, deps=[s_next])
         p, slope = probabilities(s, lse, factor, cap_log2, SOFTCAP)
-        if MASKED:
+        if MASKED:  # noqa: SIM102 (a constant, and then a number of the program)
             if is_masked(x, row, BM):
                 p = hide(p, x, r, row, W, s_layout)
         weight = p * slope  # p itself is not needed any more, which saves 32 registers with a softcap
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
-        if W == 0 and not TURNS:
+        if W == 0 and not TURNS:  # noqa: SIM102
             if t == 0:
                 mbarrier.arrive(r.go, count=1)
         # Always complete by now: it ends the basic block, so that ptxas leaves the exponentials under the product dP.

@@ -1,6 +1,5 @@
 """Launching a compiled kernel again without Triton's argument binder, which costs tens of microseconds a launch."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ class Launcher:
         tensors: tuple[Any, ...],
         numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
-        **options: Any,
+        maxnreg: int | None = None,
     ) -> None:
         """Launch `programs` programs; the kernel's parameters are tensors (Box, Tensor, None), numbers, constants."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else -1
@@ -50,10 +49,10 @@ class Launcher:
         if compiled is None:
             bound = [x.descriptor() if isinstance(x, Box) else x for x in tensors]
             self._compiled[key] = kernel[(programs,)](
-                *bound, *numbers, *constants, num_warps=4, enable_fp_fusion=True, **options
+                *bound, *numbers, *constants, num_warps=4, enable_fp_fusion=True, maxnreg=maxnreg
             )
             return
         compiled.run(
-            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata, None,
-            knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *tensors, *numbers, *constants,
+            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata,
+            None, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *tensors, *numbers, *constants,
         )  # fmt: skip
