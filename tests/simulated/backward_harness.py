@@ -188,27 +188,6 @@ def _dq_by_queries(
         *("offsets_q", "offsets_kv", "lengths_q", "lengths_kv", "batch", "seqlen_q", "seqlen_kv", "left", "right"),
         *("right_top_left", "tiles", "dim", "scale", "factor", "cap_log2", "BM", "D", "GROUP", "SOFTCAP", "FOREIGN"),
     ]
-        "offsets_q",
-        "offsets_kv",
-        "lengths_q",
-        "lengths_kv",
-        "batch",
-        "seqlen_q",
-        "seqlen_kv",
-        "left",
-        "right",
-        "right_top_left",
-        "tiles",
-        "dim",
-        "scale",
-        "factor",
-        "cap_log2",
-        "BM",
-        "D",
-        "GROUP",
-        "SOFTCAP",
-        "FOREIGN",
-    ]
     given = {name: args[name] for name in same} | boxes
     given |= {"dq_ptr": Ptr(dq.reshape(-1)), "lse_tiles": Ptr(rows[0].reshape(-1))}
     given |= {"delta_tiles": Ptr(rows[1].reshape(-1)), "num_heads_q": s.heads[0], "blocks": blocks, "BN": block_kv}
