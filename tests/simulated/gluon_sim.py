@@ -4,7 +4,8 @@ A gluon.jit function keeps its plain Python function in `.fn`. `launch` runs it 
 to NumPy stand-ins (also in modules that it takes functions from), once per program of the grid:
 
 - a partition of `warp_specialize` is a thread, an mbarrier counts arrivals and bytes;
-- TMA loads land late and in any order, TMA stores and reduce-adds read their source late, up to `store_wait`;
+- TMA loads land in any order, in some runs not before somebody waits for them; TMA stores and reduce-adds read their
+  source at the next `store_wait`;
 - an asynchronous wgmma reads its shared operands at some moment between its issue and its wait;
 - shared memory starts as poison and becomes poison again when a load into it is issued;
 - ints are int32: `//` and `%` truncate as on the GPU, overflow is an error;
@@ -46,7 +47,10 @@ class Sim:
         self.lock = threading.Condition()
         self.timeout = timeout
         self.errors: list[BaseException] = []
-        self.jobs: list[Callable[[], None]] = []
+        self.late = self.rng.random() < 0.5  # loads land only when somebody waits for them
+        self.jobs: list[tuple[Barrier, Callable[[], None]]] = []
+        self.stores: list[Callable[[], None]] = []  # done as late as they may be
+        self.waiting_for_stores = 0
         self.stop = False
         self.engine = threading.Thread(target=self._copy, daemon=True)
         self.engine.start()
@@ -55,11 +59,10 @@ class Sim:
         """The TMA engine: do the copies asked for, late and in any order."""
         while True:
             with self.lock:
-                while not self.jobs and not self.stop:
+                while (job := self._next()) is None:
+                    if self.stop:
+                        return
                     self.lock.wait(0.05)
-                if not self.jobs:
-                    return
-                job = self.jobs.pop(self.rng.randrange(len(self.jobs)))
             if self.rng.random() < 0.3:
                 time.sleep(0.0005)
             with self.lock:
@@ -69,9 +72,20 @@ class Sim:
                     self.errors.append(error)
                 self.lock.notify_all()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue a copy; the lock is held."""
-        self.jobs.append(job)
+    def _next(self) -> Callable[[], None] | None:
+        """Some copy that may be done now."""
+        ready = [job for job in self.jobs if not self.late or job[0].waiters or self.stop]
+        if ready:
+            job = ready[self.rng.randrange(len(ready))]
+            self.jobs.remove(job)
+            return job[1]
+        if self.stores and (self.waiting_for_stores or self.stop):
+            return self.stores.pop(self.rng.randrange(len(self.stores)))
+        return None
+
+    def submit(self, barrier: Barrier, job: Callable[[], None]) -> None:
+        """Queue a load; the lock is held."""
+        self.jobs.append((barrier, job))
         self.lock.notify_all()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -96,6 +110,7 @@ class Barrier:
 
     def __init__(self, sim: Sim) -> None:
         self.sim, self.count, self.pending, self.bytes, self.phase = sim, 0, 0, 0, 0
+        self.waiters = 0
 
     def settle(self) -> None:
         """End the phase if nothing is missing; the lock is held."""
@@ -161,7 +176,10 @@ class MBarrierModule:
         if pred:
             bar = self._one(bar)
             with self.sim.lock:
+                bar.waiters += 1
+                self.sim.lock.notify_all()
                 self.sim.wait_until(lambda: bar.phase != (int(phase) & 1), "an mbarrier")
+                bar.waiters -= 1
 
     @staticmethod
     def _one(bar: Any) -> Barrier:
@@ -190,7 +208,7 @@ class Copies:
 
         with self.sim.lock:
             poison(dst.data)  # a reader that was not done with this buffer will notice
-            self.sim.submit(land)
+            self.sim.submit(barrier, land)
 
     def store(self, desc: Desc, coord: Sequence[Any], src: Smem) -> None:
         self._out(desc, coord, src, add=False)
@@ -211,13 +229,16 @@ class Copies:
         with self.sim.lock:
             self._check(src)
             pending[0] += 1
-            self.sim.submit(leave)
+            self.sim.stores.append(leave)
 
     def store_wait(self, pendings: int = 0) -> None:
         """Until at most `pendings` of this partition's stores have not read their source."""
         pending = self.local.__dict__.setdefault("pending", [0])
         with self.sim.lock:
+            self.sim.waiting_for_stores += 1
+            self.sim.lock.notify_all()
             self.sim.wait_until(lambda: pending[0] <= pendings, "TMA stores")
+            self.sim.waiting_for_stores -= 1
 
     @staticmethod
     def _check(src: Smem) -> None:
@@ -269,6 +290,8 @@ class Mma:
 
     def wait(self, num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
         queue = self._queue()
+        if self.local.__dict__.setdefault("slow", self.sim.rng.random() < 0.4) and self.sim.rng.random() < 0.5:
+            time.sleep(0.002)  # some partitions are slow, so that others run ahead
         while len(queue) > num_outstanding:
             queue.pop(0).run()
         for dep in deps:
