@@ -69,6 +69,8 @@ WRONG = [
     (["bench", "--shape", "1,2"], "shape must be four positive integers B,H,N,D"),
     (["bench", "--shape", "1,2,3,4", "--suite", "cpu"], "give suite or shape, not both"),
     (["bench", "--shape", "1,2,3,4", "--dtype", "int8"], "dtype must be one of"),
+    (["bench", "--dtype", "float32"], "shape must be given with dtype and forward-only"),
+    (["bench", "--suite", "cpu", "--forward-only"], "got forward-only, no shape"),
     (["bench", "--json", "/no/such/folder/x.json"], "json must be a file in an existing folder"),
     (["demo", "--file", "/no/such/file"], "file must be an existing file; got /no/such/file"),
     (["check", "--device", "tpu"], "device must be cpu"),

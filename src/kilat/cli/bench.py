@@ -15,15 +15,21 @@ if TYPE_CHECKING:
     from kilat.bench.run import Row
 
 
-def _choose(suite_name: str | None, shapes: list[str], dtypes: list[str], forward_only: bool) -> tuple[str, list[Cell]]:
+def _choose(
+    suite_name: str | None, shapes: list[str], dtypes: list[str] | None, forward_only: bool
+) -> tuple[str, list[Cell]]:
     """Turn the options into a name for the report and its cells."""
     from kilat.bench.cells import DTYPES, Direction, parse_shape, suite
 
     if suite_name is not None and shapes:
         raise ValueError(f"give suite or shape, not both; got suite={suite_name}, shape={shapes[0]}")
+    if not shapes and (dtypes or forward_only):
+        given = f"dtype={dtypes[0]}" if dtypes else "forward-only"
+        raise ValueError(f"shape must be given with dtype and forward-only: a suite has its own; got {given}, no shape")
     if not shapes:
         name = suite_name or "quick"
         return name, suite(name)
+    dtypes = dtypes or ["float32", "bfloat16"]
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype}")
@@ -132,7 +138,7 @@ def bench(
     Exits with 1 if kilat refused a cell or got one wrong.
     """
     set_threads(threads)
-    name, cells = _choose(suite, shape or [], dtype or ["float32", "bfloat16"], forward_only)
+    name, cells = _choose(suite, shape or [], dtype, forward_only)
     if json_path is not None and str(json_path) != "-" and not json_path.absolute().parent.is_dir():
         raise ValueError(f"json must be a file in an existing folder; got {json_path}")
     quiet = str(json_path) == "-"
