@@ -118,6 +118,10 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--json", type=Path, default=None, help="write the result to this file")
     options = parser.parse_args()
+    if min(options.length, options.heads, options.head_dim) < 1:
+        parser.error(f"sizes must be at least 1; got {options.length}, {options.heads}, {options.head_dim}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json must be a file in an existing folder; got {options.json}")
 
     return_freed_memory()
     run = Run(options)
