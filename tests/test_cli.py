@@ -128,6 +128,9 @@ def test_cache_show_and_clear(
     assert run_json(capsys, "cache", "clear", "--json") == {"removed": 1, "bytes": 10}
     assert not kernel.exists()
     assert other.exists()
+    monkeypatch.setenv("KILAT_CACHE_DIR", str(other))
+    assert run("cache", "show") == 2
+    assert "must name a folder, or one to be made; got the file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window:3,", "window:,0", "chunked:8"])
