@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kilat.bench import contenders, gpu, gpu_timing, machine
+from kilat.bench import cells, contenders, gpu, gpu_timing, h200, machine, peers
 from kilat.bench.cells import Cell, square
 from kilat.bench.contenders import Contender, Inputs
 from kilat.bench.run import Row
 from kilat.bench.timing import Timing
+from kilat.cli import main
 
 EFFORT = gpu.Effort(reps=1, sustained=0)
 
@@ -240,3 +241,51 @@ def test_ours_with_other_options_is_no_peer() -> None:
     assert (row.best_peer, row.ratio) == ("fa4", 1.5)
     del row.timings["fa4"]
     assert (row.best_peer, row.ratio, row.ratio_of_minima) == (None, None, None)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """A machine that claims to have a GPU, and a suite of small CPU cells for it."""
+    some = [*_cells(3), square("backward", 1, 1, 9, 8, "float32", True)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_timing, "Cuda", lambda: _Ticking(FakeDevice()))
+    monkeypatch.setattr(gpu, "gpu_provenance", lambda: machine.provenance() | {"versions": {}, "device": {}})
+    monkeypatch.setattr(gpu, "matmul_rate", lambda dtype, device: 1e12)
+    monkeypatch.setattr(h200, "SUSTAINED", frozenset({some[0].name}))
+    monkeypatch.setattr(gpu, "Effort", lambda **options: EFFORT)
+    monkeypatch.setitem(cells.SUITES, "h200", lambda: some)
+    made = {"kilat": contenders.kilat_contender, "sdpa": contenders.sdpa_contender, "fa4": peers.fa4}
+    monkeypatch.setattr(peers, "makers", lambda backend: made)
+    return some
+
+
+def _bench(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--suite", "h200", *words])
+    return int(ended.value.code or 0)
+
+
+def test_the_command_line_measures_and_merges(
+    gpu_machine: list[Cell], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two shards, one of them twice, and their merging; the absent peer is named."""
+    paths = [str(tmp_path / f"{n}.json") for n in (1, 2)]
+    for n, path in enumerate(paths):
+        assert _bench("--shard", f"{n + 1}/2", "--json", path, "--reps", "1") == 0
+    assert _bench("--shard", "1/2", "--json", paths[0]) == 0
+    merged = tmp_path / "merged.json"
+    assert _bench("--merge", paths[0], "--merge", paths[1], "--json", str(merged)) == 0
+    assert len(_document(merged)["rows"]) == len(gpu_machine)
+    assert _bench("--merge", paths[1], "--json", str(merged)) == 1
+    out = capsys.readouterr().out
+    assert "Geometric means of best peer / kilat" in out
+    assert "not timed: fa4, 4 cells: AbsentError: flash-attn-4 cannot be imported here" in out
+    assert f"missing: {gpu_machine[0].name}" in out
+
+
+def test_contenders_that_were_not_asked_for_say_so(gpu_machine: list[Cell], tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    assert _bench("--contender", "fa4", "--json", str(path)) == 0
+    rows = _document(path)["rows"]
+    assert len(rows) == len(gpu_machine)
+    assert all("not asked for" in row["not_timed"]["sdpa"] and list(row["seconds"]) == ["kilat"] for row in rows)

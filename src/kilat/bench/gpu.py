@@ -190,7 +190,7 @@ def run_shard(
             on_cell(row)
     if todo:
         shard.note_limits(dtypes, rate)
-        shard.save()
+    shard.save()
     return all(cell.name in shard.rows for cell in cells)
 
 

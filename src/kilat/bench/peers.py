@@ -23,6 +23,12 @@ class AbsentError(RuntimeError):
     """A peer that is not installed here, or has no call for such a cell."""
 
 
+def not_asked_for(cell: Cell, inputs: Inputs) -> Contender:
+    """Stands for a contender that the caller left out, so that every row says so."""
+    del cell, inputs
+    raise AbsentError("not asked for: --contender named others")
+
+
 def _contender(cell: Cell, inputs: Inputs, attention: Attention, transpose: bool) -> Contender:
     """A forward call, or the backward of a graph that is kept, of an attention in kilat's layout or torch's."""
 

@@ -98,7 +98,7 @@ class Row:
             "limit": self.limit,
             "share_of_limit": achieved / self.limit if achieved is not None and self.limit else None,
         }
-        if self.cell.device != "cpu":
+        if self.cell.device != "cpu" or self.host_seconds:
             found |= {"backend": self.backend, "host_seconds": self.host_seconds, "extra_bytes": self.extra_bytes}
             found |= {"sustained": {name: vars(sustained) for name, sustained in self.sustained.items()}}
         return found
@@ -137,7 +137,7 @@ def prepare(cell: Cell, makers: Makers) -> tuple[Row, dict[str, Contender]]:
         try:
             contender = make(cell, inputs)
             with torch.set_grad_enabled(cell.direction == "backward"), contender.context():
-                verdicts = verify(cell, contender.results(), expected)
+                verdicts = verify(contender.results(), expected)
         except Exception as error:  # noqa: BLE001  whatever a contender raises is why it was not timed
             row.not_timed[name] = f"{type(error).__name__}: {error}"
             continue

@@ -32,11 +32,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Part:
-    """What is right for a part of a result, and how to take that part from the whole."""
+    """What is right for a part of a result, the largest error allowed, and how to take that part from the whole."""
 
     result: str
     take: Take
-    expected: Expected
+    exact: Tensor
+    allowed: float
 
 
 @dataclass(frozen=True)
@@ -66,21 +67,25 @@ def expect(cell: Cell, inputs: Inputs) -> list[Part]:
     return parts
 
 
-def verify(cell: Cell, results: dict[str, Tensor], truth: list[Part]) -> list[Verdict]:
+def verify(results: dict[str, Tensor], truth: list[Part]) -> list[Verdict]:
     """Compare a contender's results (out, or dq, dk, dv in kilat's layout) with what is right; one verdict a result.
 
     Everything that was not compared must at least be finite.
     """
     worst: dict[str, Verdict] = {}
     for part in truth:
-        error = max_error(part.take(results[part.result]), part.expected.exact)
-        found = Verdict(part.result, error, part.expected.allowed(cell.dtype))
+        found = Verdict(part.result, max_error(part.take(results[part.result]), part.exact), part.allowed)
         if part.result not in worst or _closeness(found) > _closeness(worst[part.result]):
             worst[part.result] = found
     for name, verdict in worst.items():
         if not torch.isfinite(results[name]).all():
             worst[name] = replace(verdict, error=torch.inf)
     return list(worst.values())
+
+
+def _part(cell: Cell, result: str, take: Take, expected: Expected) -> Part:
+    """The exact values, on the CPU where they are compared, and the budget, both once for all contenders."""
+    return Part(result, take, expected.exact.cpu(), expected.allowed(cell.dtype))
 
 
 def _spread(batch: int, heads: int, count: int | None) -> list[tuple[int, int]]:
@@ -111,7 +116,7 @@ def _forward_parts(cell: Cell, inputs: Inputs) -> list[Part]:
     if heads is None and not cell.lengths:  # all at once: one budget for the whole result
         rows, _ = _positions(cell, cell.seqlen_q, cell.seqlen_kv)
         expected = forward_rows(q, k, v, rows, causal=cell.causal, window=cell.window)
-        return [Part("out", lambda out: out[:, rows], expected)]
+        return [_part(cell, "out", lambda out: out[:, rows], expected)]
     parts: list[Part] = []
     for b, h in _spread(cell.batch, cell.num_heads_q, heads):
         rows, _ = _positions(cell, *cell.sequences[b])
@@ -120,7 +125,7 @@ def _forward_parts(cell: Cell, inputs: Inputs) -> list[Part]:
             _sequence(cell, x, b)[None, :, at : at + 1] for x, at in ((q, h), (k, head_kv), (v, head_kv))
         )
         expected = forward_rows(one_q, one_k, one_v, rows, causal=cell.causal, window=cell.window)
-        parts.append(Part("out", _take(cell, b, h, rows, (1, -1, 1, cell.dim_v)), expected))
+        parts.append(_part(cell, "out", _take(cell, b, h, rows, (1, -1, 1, cell.dim_v)), expected))
     return parts
 
 
@@ -136,10 +141,10 @@ def _backward_parts(cell: Cell, inputs: Inputs, b: int, head_kv: int) -> list[Pa
     for h in range(head_kv * group, (head_kv + 1) * group):
         one = (q[:, h], k[:, head_kv], v[:, head_kv], do[:, h])
         right = head_gradients(*one, rows, keys, causal=cell.causal, window=cell.window)
-        parts.append(Part("dq", _take(cell, b, h, rows), right["dq"]))
+        parts.append(_part(cell, "dq", _take(cell, b, h, rows), right["dq"]))
         for name in ("dk", "dv"):
             sums[name] = add(sums[name], right[name]) if name in sums else right[name]
-    return parts + [Part(name, _take(cell, b, head_kv, keys), total) for name, total in sums.items()]
+    return parts + [_part(cell, name, _take(cell, b, head_kv, keys), total) for name, total in sums.items()]
 
 
 def _take(cell: Cell, b: int, head: int, positions: Tensor, shape: tuple[int, ...] | None = None) -> Take:

@@ -32,16 +32,15 @@ class Request:
 
 
 def _makers(request: Request) -> dict[str, Any]:
-    from kilat.bench.peers import makers
+    from kilat.bench.peers import makers, not_asked_for
     from kilat.bench.run import OURS
 
     everyone = dict(makers(request.backend))
     for name in request.contenders:
         if name not in everyone:
             raise ValueError(f"contender must be one of {', '.join(everyone)}; got {name}")
-    return {
-        name: make for name, make in everyone.items() if not request.contenders or name in (OURS, *request.contenders)
-    }
+    asked = (OURS, *request.contenders) if request.contenders else tuple(everyone)
+    return {name: make if name in asked else not_asked_for for name, make in everyone.items()}
 
 
 def _line(row: Row) -> str:
