@@ -1,6 +1,6 @@
 """Prepare flash-attn-4, a peer of `kilat bench --suite h200`, for a GPU machine without network.
 
-Downloads the wheels (Linux x86-64, Python 3.12) and packs the largest of them tighter, so that all of it stays below
+Downloads the wheels (Linux x86-64, Python 3.12) and packs what is in them tighter, so that all of it stays below
 60 MiB; then prints the lines that unpack it on the other machine. About eight minutes of one core at the lowest
 priority; what is already there is not made again. The wheels belong to their makers: never commit them.
 
@@ -20,19 +20,20 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WHEELS = (
-    "flash-attn-4==4.0.0b36",
-    "nvidia-cutlass-dsl==4.8.1",
-    "nvidia-cutlass-dsl-libs-base==4.8.1",
-    "nvidia-cutlass-dsl-libs-core==4.8.1",
-    "quack-kernels==0.6.5",
-    "apache-tvm-ffi==0.1.15.post2",
-    "torch-c-dlpack-ext==0.1.5",
-    "einops==0.8.2",
-)
-# 92 MB as a wheel: deflate sees 32 KiB back, xz the whole of it, and knows x86 jumps.
-LARGE = "nvidia-cutlass-dsl-libs-cu13==4.8.1"
-ARCHIVE = "libs-cu13.tar.xz"
+# Deflate sees 32 KiB back, xz the whole archive, and it knows x86 jumps: 102 MB of wheels become 55 MiB.
+ARCHIVES = {
+    "packages.tar.xz": (
+        "flash-attn-4==4.0.0b36",
+        "nvidia-cutlass-dsl==4.8.1",
+        "nvidia-cutlass-dsl-libs-base==4.8.1",
+        "nvidia-cutlass-dsl-libs-core==4.8.1",
+        "quack-kernels==0.6.5",
+        "apache-tvm-ffi==0.1.15.post2",
+        "torch-c-dlpack-ext==0.1.5",
+        "einops==0.8.2",
+    ),
+    "libs-cu13.tar.xz": ("nvidia-cutlass-dsl-libs-cu13==4.8.1",),
+}
 XZ = ("xz", "--x86", "--lzma2=preset=9e,dict=192MiB", "--stdout")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 BUDGET = 60 << 20
@@ -46,31 +47,33 @@ def download(requirements: tuple[str, ...], folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def pack(wheel: Path, archive: Path) -> None:
-    """Unpack a wheel and pack it again as tar.xz; the archive appears when it is whole."""
+def pack(wheels: list[Path], archive: Path) -> None:
+    """Unpack wheels into one place, as an installation would, and pack that; the archive appears when it is whole."""
     part = archive.with_suffix(".part")
     with tempfile.TemporaryDirectory() as scratch:
-        with zipfile.ZipFile(wheel) as opened:
-            opened.extractall(scratch)
-        with part.open("wb") as written:
-            tar = subprocess.Popen(["tar", "c", "-C", scratch, "."], stdout=subprocess.PIPE)
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as opened:
+                if any(".data/" in name for name in opened.namelist()):
+                    raise ValueError(f"{wheel.name} must be installed by unpacking alone; it has a .data folder")
+                opened.extractall(scratch)
+        with (
+            part.open("wb") as written,
+            subprocess.Popen(["tar", "c", "-C", scratch, "."], stdout=subprocess.PIPE) as tar,
+        ):
             subprocess.run(XZ, stdin=tar.stdout, stdout=written, check=True)
-            if tar.wait():
-                raise RuntimeError(f"tar ended with {tar.returncode}; {part} is not whole")
+        if tar.returncode:
+            raise RuntimeError(f"tar ended with {tar.returncode}; {part} is not whole")
     part.replace(archive)
 
 
 def prepare(folder: Path) -> None:
     """Fill `folder`, skipping what it holds already."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = tuple(name for name in WHEELS if not list(folder.glob(f"{name.replace('-', '_').replace('==', '-')}-*")))
-    if missing:
-        download(missing, folder)
-    if not (folder / ARCHIVE).exists():
-        with tempfile.TemporaryDirectory() as scratch:
-            download((LARGE,), Path(scratch))
-            (wheel,) = Path(scratch).glob("*.whl")
-            pack(wheel, folder / ARCHIVE)
+    for name, requirements in ARCHIVES.items():
+        if not (folder / name).exists():
+            with tempfile.TemporaryDirectory() as scratch:
+                download(requirements, Path(scratch))
+                pack(sorted(Path(scratch).glob("*.whl")), folder / name)
 
 
 def size(folder: Path) -> int:
@@ -79,16 +82,14 @@ def size(folder: Path) -> int:
 
 
 def lines(folder: str) -> str:
-    """Shell lines that install from `folder` on the other machine, where it may be read-only.
+    """Shell lines that unpack `folder` on the other machine, where it may be read-only.
 
-    The .pth file of the DSL is not read from a target folder, so its package path is named, too.
+    The .pth file of the DSL is not read from such a place, so its package path is named, too.
     """
-    options = "--no-index --no-deps --no-compile --no-cache-dir --upgrade"
     return "\n".join(
         (
-            "SITE=/tmp/peers-site",
-            f"python3 -m pip install --quiet {options} --target $SITE {folder}/*.whl",
-            f"tar xJf {folder}/{ARCHIVE} -C $SITE",
+            "SITE=/tmp/peers-site; mkdir -p $SITE",
+            f"for name in {' '.join(ARCHIVES)}; do tar xJf {folder}/$name -C $SITE; done",
             "export PYTHONPATH=$SITE:$SITE/nvidia_cutlass_dsl/dsl_packages:$PYTHONPATH",
         )
     )

@@ -289,3 +289,27 @@ def test_contenders_that_were_not_asked_for_say_so(gpu_machine: list[Cell], tmp_
     rows = _document(path)["rows"]
     assert len(rows) == len(gpu_machine)
     assert all("not asked for" in row["not_timed"]["sdpa"] and list(row["seconds"]) == ["kilat"] for row in rows)
+
+
+def test_sensors_ask_nvidia_smi_where_nvml_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse() -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
+    device = object.__new__(gpu_timing.Cuda)
+    script = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for printed, found in (("1605, 688.52", (1605.0, 688.52)), ("1605, [N/A]", None), ("", None)):
+        script.write_text(f"#!/bin/sh\necho '{printed}'\n")
+        script.chmod(0o755)
+        assert device.sensors() == found
+
+
+def test_an_archive_says_which_revision_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / "src" / "kilat" / "bench" / "machine.py"
+    place.parent.mkdir(parents=True)
+    monkeypatch.setattr(machine, "__file__", str(place))
+    assert machine.revision() is None
+    for text, found in (("node: $Format:%H$\n", None), (f"node: {'a' * 40}\n", {"commit": "a" * 40, "dirty": False})):
+        (tmp_path / ".git_archival.txt").write_text(text)
+        assert machine.revision() == found

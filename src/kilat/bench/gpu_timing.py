@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kilat.bench.contenders import Contender
+from kilat.bench.machine import nvidia_smi
 from kilat.bench.timing import Timing
 
 # Several times the largest L2; clearing it takes about FLUSH_SECONDS, in which the host gets ahead of the GPU.
@@ -94,11 +95,16 @@ class Cuda:
         return torch.cuda.max_memory_allocated()
 
     def sensors(self) -> tuple[float, float] | None:
-        """Clock and power as NVML reports them, None without its Python package."""
+        """Clock and power as NVML reports them, or nvidia-smi where NVML's Python package cannot be used."""
         try:
             return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
-        except (ImportError, RuntimeError):
-            return None
+        except Exception:  # noqa: BLE001  NVML's own errors have no common type that is importable without it
+            found = list(nvidia_smi(("clocks.sm", "power.draw")).values())
+        return (float(found[0]), float(found[1])) if found and all(map(_is_number, found)) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
 
 
 @dataclass(frozen=True)

@@ -141,18 +141,25 @@ def gpu() -> dict[str, object]:
     }
 
 
-def _driver() -> dict[str, object]:
-    """Driver version and power limit as nvidia-smi prints them; nothing where there is no nvidia-smi."""
+def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
+    """Return what nvidia-smi prints for some fields of the first GPU; nothing where it cannot be asked."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    line = done.stdout.strip().splitlines()[:1]
+    line = done.stdout.strip().splitlines()[:1] if done.returncode == 0 else []
     words = [word.strip() for word in line[0].split(",")] if line else []
-    return dict(zip(("driver", "power_limit", "clock_limit"), words, strict=False))
+    return dict(zip(fields, words, strict=True)) if len(words) == len(fields) else {}
+
+
+def _driver() -> dict[str, object]:
+    """Driver version, power limit and highest clock."""
+    found = nvidia_smi(("driver_version", "power.limit", "clocks.max.sm"))
+    if not found:
+        return {}
+    return {
+        "driver": found["driver_version"],
+        "power_limit": f"{found['power.limit']} W",
+        "clock_limit": f"{found['clocks.max.sm']} MHz",
+    }
