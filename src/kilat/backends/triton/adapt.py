@@ -71,6 +71,13 @@ def rows(x: Tensor) -> Rows:
     return Rows(x.detach(), *(strides[:3] if x.dim() == 4 else (0, *strides[:2])))
 
 
+def query_tiles(problem: Problem, operands: Operands, block: int) -> int:
+    """Programs that `tiles.query_tile` hands the queries to."""
+    if operands.cu_seqlens_q is not None:
+        return (problem.seqlen_q // block + problem.batch + 1) * problem.num_heads_q if problem.seqlen_q else 0
+    return -(-problem.seqlen_q // block) * problem.num_heads_q * problem.batch
+
+
 def pieces(dim: int) -> tuple[int, ...]:
     """Powers of two from 16 on that hold `dim` columns: one, or two where that saves a fifth of the columns.
 
@@ -103,6 +110,8 @@ def _static(problem: Problem, wide: bool, precision: Any) -> Static:
         pieces=pieces(problem.head_dim),
         pieces_v=pieces(problem.head_dim_v),
         precision=precision,
+        scaling=_scaling(problem),
+        flip=problem.scale <= 0.0,
         bounded=problem.layout != "dense",
         wide=wide,
         intervals=_num_intervals(parts) if found is None else 0,
@@ -142,7 +151,16 @@ def _numbers(problem: Problem, found: Affine) -> Numbers:
         seed_high=0,
         offset_low=0,
         offset_high=0,
+        unit=abs(problem.scale) or 1.0 if _scaling(problem) == "p" else 1.0,
+        sign=float((problem.scale > 0.0) - (problem.scale < 0.0)),
     )
+
+
+def _scaling(problem: Problem) -> Any:
+    """q where it is float32 anyway; else exp's argument, as long as no score modifier wants to see s itself."""
+    if problem.dtype == "float32":
+        return "q"
+    return "s" if problem.scores else "p"
 
 
 # ---- what belongs to one call ----------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class Numbers(NamedTuple):
     seed_high: Any
     offset_low: Any
     offset_high: Any
+    unit: Any  # a score in the forward's units times this is s
+    sign: Any  # of scale
 
 
 class Mask(NamedTuple):
@@ -117,6 +119,8 @@ class Spec:
     pieces: tuple[int, ...]
     pieces_v: tuple[int, ...]
     precision: Literal["ieee", "tf32"]
+    scaling: Literal["q", "s", "p"]  # what the forward multiplies by scale: q, s, or the argument of exp
+    flip: bool  # scale <= 0: where exp's argument is scaled, q is multiplied by the sign
     bounded: bool  # pairs of indices may lie beyond the limits of Pairs
     wide: bool  # a tile of rows may span 2^31 elements
     intervals: int  # of mask.bounds; 0: affine

@@ -22,30 +22,34 @@ def clamp(x, low, high):
 
 
 @triton.jit
-def query_span(seqs, b):
-    """(first row, length) of sequence b's queries; never outside the tensor, whatever lengths and offsets hold."""
-    if seqs.cu_q is not None:
-        first = clamp(tl.load(seqs.cu_q + b), 0, seqs.seqlen_q)
-        length = clamp(tl.load(seqs.cu_q + b + 1), first, seqs.seqlen_q) - first
+def span(offsets, lengths, b, batch, rows):
+    """(first row, length) of sequence b in a tensor of `rows` rows; length 0 for b = batch, the end of all sequences.
+
+    Never outside the tensor, whatever lengths and offsets (None: there are none) hold.
+    """
+    owned = b < batch
+    if offsets is not None:
+        first = clamp(tl.load(offsets + b), 0, rows)
+        length = clamp(tl.load(offsets + b + 1, mask=owned, other=0), first, rows) - first
     else:
         first = b * 0
-        length = first + seqs.seqlen_q
-    if seqs.len_q is not None:
-        length = clamp(tl.load(seqs.len_q + b), 0, length)
+        length = tl.where(owned, rows, 0)
+    if lengths is not None:
+        length = clamp(tl.load(lengths + b, mask=owned, other=0), 0, length)
+    return first, length
+
+
+@triton.jit
+def query_span(seqs, b):
+    """(first row, length) of sequence b's queries; see `span`."""
+    first, length = span(seqs.cu_q, seqs.len_q, b, seqs.batch, seqs.seqlen_q)
     return first, length
 
 
 @triton.jit
 def key_span(seqs, b):
     """(first row, length) of sequence b's keys."""
-    if seqs.cu_kv is not None:
-        first = clamp(tl.load(seqs.cu_kv + b), 0, seqs.seqlen_kv)
-        length = clamp(tl.load(seqs.cu_kv + b + 1), first, seqs.seqlen_kv) - first
-    else:
-        first = b * 0
-        length = first + seqs.seqlen_kv
-    if seqs.len_kv is not None:
-        length = clamp(tl.load(seqs.len_kv + b), 0, length)
+    first, length = span(seqs.cu_kv, seqs.len_kv, b, seqs.batch, seqs.seqlen_kv)
     return first, length
 
 
@@ -65,6 +69,33 @@ def find_tile(offsets, batch, tile, BLOCK: tl.constexpr):
         else:
             high = middle - 1
     return low, tile - (tl.load(offsets + low) // BLOCK + low)
+
+
+@triton.jit
+def query_tile(seqs, BLOCK: tl.constexpr):
+    """(b, h, i0, q_first, q_len, rows, kv_first, kv_len) of a program that owns BLOCK queries of one head.
+
+    Grid: `adapt.query_tiles`. Rows i0 to i0 + BLOCK below `rows` are the program's to write; those from q_len on are
+    padding, or tokens that no sequence owns. Tiles of one head are neighbours, and late queries come first, since with
+    a causal mask they have most to do.
+    """
+    pid = tl.program_id(0)
+    if seqs.cu_q is not None:
+        tiles = seqs.seqlen_q // BLOCK + seqs.batch + 1
+        h = pid // tiles
+        b, tile = find_tile(seqs.cu_q, seqs.batch, tiles - 1 - pid % tiles, BLOCK)
+        q_first, q_len = query_span(seqs, b)
+        rows = tl.where(b < seqs.batch, q_len, seqs.seqlen_q - q_first)
+    else:
+        tiles = (seqs.seqlen_q + BLOCK - 1) // BLOCK
+        head = pid // tiles
+        h = head % seqs.heads_q
+        b = head // seqs.heads_q
+        tile = tiles - 1 - pid % tiles
+        q_first, q_len = query_span(seqs, b)
+        rows = q_len * 0 + seqs.seqlen_q
+    kv_first, kv_len = key_span(seqs, b)
+    return b, h, tile * BLOCK, q_first, q_len, rows, kv_first, kv_len
 
 
 # ---- rows in memory --------------------------------------------------------------------------------------------------
@@ -112,8 +143,10 @@ def load_piece(base, offsets, live, FIRST: tl.constexpr, SIZE: tl.constexpr, DIM
 
 
 @triton.jit
-def load_tile(base, offsets, live, DIM: tl.constexpr, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """All columns of rows, a tuple of [rows, PIECES[n]]; see `load_piece`."""
+def load_tile(base, offsets, live, spec: tl.constexpr, VALUES: tl.constexpr, MASKED: tl.constexpr):
+    """All columns of rows of q or k (VALUES: of v): a tuple of [rows, piece]; see `load_piece` and `Spec.pieces`."""
+    DIM: tl.constexpr = spec.head_dim_v if VALUES else spec.head_dim
+    PIECES: tl.constexpr = spec.pieces_v if VALUES else spec.pieces
     tile = (load_piece(base, offsets, live, 0, PIECES[0], DIM, MASKED),)
     if len(PIECES) == 2:
         tile = (tile[0], load_piece(base, offsets, live, PIECES[0], PIECES[1], DIM, MASKED))
@@ -121,48 +154,51 @@ def load_tile(base, offsets, live, DIM: tl.constexpr, PIECES: tl.constexpr, MASK
 
 
 @triton.jit
-def store_tile(base, offsets, live, tile, DIM: tl.constexpr, PIECES: tl.constexpr):
-    """Write a tuple of [rows, PIECES[n]] to the live rows at base + offsets [rows], in the pointer's type."""
+def store_tile(base, offsets, live, tile, spec: tl.constexpr, VALUES: tl.constexpr):
+    """Write a tuple of [rows, piece] to the live rows at base + offsets [rows], in the pointer's type."""
+    DIM: tl.constexpr = spec.head_dim_v if VALUES else spec.head_dim
+    PIECES: tl.constexpr = spec.pieces_v if VALUES else spec.pieces
     for n in tl.static_range(len(PIECES)):
-        column = PIECES[0] * n + tl.arange(0, PIECES[n])[None, :]  # [1, PIECES[n]]
+        column = PIECES[0] * n + tl.arange(0, PIECES[n])[None, :]  # [1, piece]
         x = tile[n].to(base.dtype.element_ty)
         tl.store(base + offsets[:, None] + column, x, mask=live[:, None] & (column < DIM))
 
 
 @triton.jit
-def zero_tile(ROWS: tl.constexpr, PIECES: tl.constexpr):
-    """A tuple of float32 zeros [ROWS, PIECES[n]]."""
-    tile = (tl.zeros([ROWS, PIECES[0]], tl.float32),)
+def zero_tile(ROWS: tl.constexpr, spec: tl.constexpr, VALUES: tl.constexpr):
+    """A tuple of float32 zeros [ROWS, piece]."""
+    PIECES: tl.constexpr = spec.pieces_v if VALUES else spec.pieces
+    tile = (tl.full([ROWS, PIECES[0]], 0.0, tl.float32),)
     if len(PIECES) == 2:
-        tile = (tile[0], tl.zeros([ROWS, PIECES[1]], tl.float32))
+        tile = (tile[0], tl.full([ROWS, PIECES[1]], 0.0, tl.float32))
     return tile
 
 
 @triton.jit
-def scale_tile(tile, factor, PIECES: tl.constexpr):
-    """Every row of a tuple of [rows, PIECES[n]] times factor [rows]."""
+def scale_tile(tile, factor):
+    """Every row of a tuple of [rows, piece] times factor [rows]."""
     scaled = (tile[0] * factor[:, None],)
-    if len(PIECES) == 2:
+    if len(tile) == 2:
         scaled = (scaled[0], tile[1] * factor[:, None])
     return scaled
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
 @triton.jit
-def dot_nt(a, b, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """a b^T for tuples of [m, PIECES[n]] and [n, PIECES[n]]: float32 [m, n]."""
-    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
-    if len(PIECES) == 2:
-        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
+def dot_nt(a, b, spec: tl.constexpr):
+    """a b^T for tuples of [m, piece] and [n, piece]: float32 [m, n]."""
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision=spec.precision)
+    if len(a) == 2:
+        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=spec.precision)
     return s
 
 
 @triton.jit
-def dot_nn(p, x, acc, PIECES: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + p x for p [m, k] and tuples x of [k, PIECES[n]], acc of [m, PIECES[n]]."""
-    new = (tl.dot(p, x[0], acc[0], input_precision=PRECISION),)
-    if len(PIECES) == 2:
-        new = (new[0], tl.dot(p, x[1], acc[1], input_precision=PRECISION))
+def dot_nn(p, x, acc, spec: tl.constexpr):
+    """acc + p x for p [m, k] and tuples x of [k, piece], acc of [m, piece]."""
+    new = (tl.dot(p, x[0], acc[0], input_precision=spec.precision),)
+    if len(x) == 2:
+        new = (new[0], tl.dot(p, x[1], acc[1], input_precision=spec.precision))
     return new
 
 
@@ -218,7 +254,7 @@ def visible(mask, numbers, i, j, at, spec: tl.constexpr):
     if spec.intervals == 2:
         start, stop = row_bounds(mask, numbers, i, at, spec, 1)
         shown = shown | ((j >= start) & (j < stop) & (i < q_len))
-    for n in tl.static_range(spec.num_dense):
+    for n in tl.static_range(len(mask.dense)):
         shown = shown & (load_pairs(mask.dense[n], i, j, at, spec, 0) != 0)
     for n in tl.static_range(len(spec.predicates)):
         q_pos = i + (kv_len - q_len)
