@@ -77,30 +77,16 @@ def step(state, q, kv, j0, i, seen, at, args, spec: tl.constexpr, BLOCK_KV: tl.c
 
 
 @triton.jit
-def masked_steps(state, q, kv, lo, hi, i, seen, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Steps over keys lo to hi, of which rows may not see all; blocks of a mask by entries that show none are left."""
-    for j0 in tl.range(lo, hi, BLOCK_KV):
-        if spec.by_entry:
-            j = j0 + tl.arange(0, BLOCK_KV)
-            shown = visible(args[1], args[4], i[:, None], j[None, :], at, spec)
-            if tl.max(tl.max(shown.to(tl.int32), 1), 0) > 0:
-                state = step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV, True)
-        else:
+def masked_step(state, q, kv, j0, i, seen, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """A step over keys of which rows may not see all; nothing is done where a mask by entries shows none of them."""
+    if spec.by_entry:
+        j = j0 + tl.arange(0, BLOCK_KV)
+        shown = visible(args[1], args[4], i[:, None], j[None, :], at, spec)
+        if tl.max(tl.max(shown.to(tl.int32), 1), 0) > 0:
             state = step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV, True)
+    else:
+        state = step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV, True)
     return state
-
-
-@triton.jit
-def walk(state, q, kv, ranges, i, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Steps over the keys of `ranges` (of `key_blocks`): masked ends, and a middle without mask instructions."""
-    lo, full_lo, full_hi, hi, seen_lo = ranges
-    seen = (seen_lo, hi)
-    if spec.from_left and not spec.by_entry:
-        state = masked_steps(state, q, kv, lo, full_lo, i, seen, at, args, spec, BLOCK_KV)
-    if not spec.by_entry:
-        for j0 in tl.range(full_lo, full_hi, BLOCK_KV):
-            state = step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV, False)
-    return masked_steps(state, q, kv, full_hi, hi, i, seen, at, args, spec, BLOCK_KV)
 
 
 @triton.jit
@@ -122,30 +108,56 @@ def key_blocks(mask, numbers, i_first, i_last, at, spec: tl.constexpr, BLOCK_KV:
 
 
 @triton.jit
-def walk_both(state, q, kv, first, second, i, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr):
+def count(lo, hi, BLOCK: tl.constexpr):
+    """How many blocks it takes from lo, where one begins, to hi."""
+    return (tl.maximum(hi - lo, 0) + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def walk(state, q, kv, blocks, i, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Steps over the keys of `key_blocks`: the middle without mask instructions, then both ends."""
+    lo, full_lo, full_hi, hi, seen_lo = blocks
+    seen = (seen_lo, hi)
+    if not spec.by_entry:
+        for j0 in tl.range(full_lo, full_hi, BLOCK_KV):
+            state = step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV, False)
+    if spec.from_left:  # one loop over both ends: its body is large
+        left = count(lo, full_lo, BLOCK_KV)
+        for n in tl.range(0, left + count(full_hi, hi, BLOCK_KV)):
+            j0 = tl.where(n < left, lo + n * BLOCK_KV, full_hi + (n - left) * BLOCK_KV)
+            state = masked_step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV)
+    else:
+        for j0 in tl.range(full_hi, hi, BLOCK_KV):
+            state = masked_step(state, q, kv, j0, i, seen, at, args, spec, BLOCK_KV)
+    return state
+
+
+@triton.jit
+def walk_both(state, q, kv, one, other, i, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Steps over two intervals: the one that begins first, then what the other has beyond its blocks."""
-    swap = second[0] < first[0]
-    lo, full_lo, full_hi, hi, seen = first
-    lo2, full_lo2, full_hi2, hi2, seen2 = second
-    earlier = (
-        tl.where(swap, lo2, lo),
-        tl.where(swap, full_lo2, full_lo),
-        tl.where(swap, full_hi2, full_hi),
-        tl.where(swap, hi2, hi),
-        tl.where(swap, seen2, seen),
-    )
-    done = tl.maximum(earlier[3] + BLOCK_KV - 1, 0) // BLOCK_KV * BLOCK_KV
-    start = tl.maximum(tl.where(swap, lo, lo2), done)
-    full_start = tl.maximum(tl.where(swap, full_lo, full_lo2), start)
-    later = (
-        start,
-        full_start,
-        tl.maximum(tl.where(swap, full_hi, full_hi2), full_start),
-        tl.where(swap, hi, hi2),
-        tl.where(swap, seen, seen2),
-    )
-    state = walk(state, q, kv, earlier, i, at, args, spec, BLOCK_KV)
-    return walk(state, q, kv, later, i, at, args, spec, BLOCK_KV)
+    swap = other[0] < one[0]
+    lo = tl.where(swap, other[0], one[0])
+    full_lo = tl.where(swap, other[1], one[1])
+    full_hi = tl.where(swap, other[2], one[2])
+    hi = tl.where(swap, other[3], one[3])
+    done = lo + count(lo, hi, BLOCK_KV) * BLOCK_KV
+    lo_2 = tl.maximum(tl.where(swap, one[0], other[0]), done)
+    full_lo_2 = tl.maximum(tl.where(swap, one[1], other[1]), lo_2)
+    full_hi_2 = tl.maximum(tl.where(swap, one[2], other[2]), full_lo_2)
+    hi_2 = tl.where(swap, one[3], other[3])
+    if not spec.by_entry:
+        first = count(full_lo, full_hi, BLOCK_KV)
+        for n in tl.range(0, first + count(full_lo_2, full_hi_2, BLOCK_KV)):
+            j0 = tl.where(n < first, full_lo + n * BLOCK_KV, full_lo_2 + (n - first) * BLOCK_KV)
+            state = step(state, q, kv, j0, i, (0, 0), at, args, spec, BLOCK_KV, False)
+    a = count(lo, full_lo, BLOCK_KV)
+    b = a + count(full_hi, hi, BLOCK_KV)
+    c = b + count(lo_2, full_lo_2, BLOCK_KV)
+    for n in tl.range(0, c + count(full_hi_2, hi_2, BLOCK_KV)):
+        j0 = tl.where(n < b, full_hi + (n - a) * BLOCK_KV, lo_2 + (n - b) * BLOCK_KV)
+        j0 = tl.where(n < a, lo + n * BLOCK_KV, tl.where(n < c, j0, full_hi_2 + (n - c) * BLOCK_KV))
+        state = masked_step(state, q, kv, j0, i, (0, 0), at, args, spec, BLOCK_KV)
+    return state
 
 
 @triton.jit

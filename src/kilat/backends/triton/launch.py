@@ -43,7 +43,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     o, q = operands, operands.q
     out, lse = _outputs(problem, o)
     args = adapt(problem, o)
-    chosen = forward_config(args.spec, q.element_size(), capability(q))
+    chosen = forward_config(args, q.element_size(), capability(q))
     grid = query_tiles(problem, o, chosen.block_q)
     if grid:
         tensors = (rows(q), rows(o.k), rows(o.v), rows(out), lse)
