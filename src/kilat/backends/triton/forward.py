@@ -161,6 +161,15 @@ def walk_both(state, q, kv, one, other, i, at, args, spec: tl.constexpr, BLOCK_K
 
 
 @triton.jit
+def sign_tile(tile, sign):
+    """A tuple of tiles times 1, -1 or 0, in their own type."""
+    signed = ((tile[0].to(tl.float32) * sign).to(tile[0].dtype),)
+    if len(tile) == 2:
+        signed = (signed[0], (tile[1].to(tl.float32) * sign).to(tile[1].dtype))
+    return signed
+
+
+@triton.jit
 def finish(state, sink, h, numbers, spec: tl.constexpr):
     """(out, lse): acc / l and m + log l, with the sink's term in the sum."""
     acc, m, l = state
@@ -210,8 +219,7 @@ def forward_kernel(
         if spec.scaling == "q":  # float32
             q_tile = scale_tile(q_tile, tl.full([BLOCK_Q], 1.0, tl.float32) * numbers.scale)
         elif spec.scaling == "p" and spec.flip:
-            sign = (tl.full([BLOCK_Q], 1.0, tl.float32) * numbers.sign).to(q.ptr.dtype.element_ty)
-            q_tile = scale_tile(q_tile, sign)
+            q_tile = sign_tile(q_tile, numbers.sign)
         if seqs.page_table is not None:
             kv = (k, v, row_base(k, b * 0, kv_first, h_kv), row_base(v, b * 0, kv_first, h_kv))
         else:

@@ -17,12 +17,15 @@ class Config(NamedTuple):
     num_stages: int
 
 
+INTERPRETED = Config(64, 64, 4, 1)
+"""In the interpreter: few programs and steps, but more than one in the tests' cases."""
+
 LARGE = (9, 10)
 """Major compute capabilities with 228 KB of shared memory; others have 100 to 164."""
 
 
 def forward_config(args: Arguments, itemsize: int, capability: tuple[int, int] | None) -> Config:
-    """The forward's configuration; capability is None on AMD and in the interpreter."""
+    """The forward's configuration; capability is None on AMD."""
     dim = max(sum(args.spec.pieces), sum(args.spec.pieces_v))
     large = capability is not None and capability[0] in LARGE
     found = _float32(dim) if itemsize == 4 else _half(dim, large)
