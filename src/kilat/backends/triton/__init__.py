@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kilat import config
+from kilat.backends.triton import limits
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,13 +32,7 @@ class TritonBackend:
 
     def unsupported(self, problem: Problem) -> list[str]:
         """Every reason why this backend cannot do the problem; empty if it can."""
-        if problem.device != "cuda" and not (problem.device == "cpu" and config.triton_interprets()):
-            return [f"the triton backend works on CUDA and ROCm tensors; got device={problem.device!r}"]
-        try:
-            launch = self._module()
-        except ImportError as error:
-            return [f"the triton backend cannot be imported: {error}"]
-        return launch.unsupported(problem)
+        return limits.unsupported(problem)
 
     def forward(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse) in the layouts of the semantics page."""

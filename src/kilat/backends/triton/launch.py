@@ -1,4 +1,4 @@
-"""The Triton backend's three entry points."""
+"""The Triton backend's two entry points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kilat import config
-from kilat.backends.triton import bounds
 from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import adapt, query_tiles, rows
 from kilat.backends.triton.forward import forward_kernel
@@ -19,24 +18,6 @@ if TYPE_CHECKING:
 
     from kilat.backends.triton.heuristics import Config
     from kilat.problem import Grads, Operands, Problem
-
-LEAST_CAPABILITY = (8, 0)
-
-
-def unsupported(problem: Problem) -> list[str]:
-    """What the Triton backend cannot do."""
-    reasons = bounds.why_not(problem.mask)
-    if problem.dtype == "float64" or problem.out_dtype == "float64":
-        reasons.append(f"dtype={problem.dtype}, out_dtype={problem.out_dtype}: no float64")
-    if problem.quantised:
-        reasons.append("k_scale, v_scale: quantised pages are not implemented")
-    if max(problem.head_dim, problem.head_dim_v) > 512 and problem.layout != "cached":
-        reasons.append(f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}: at most 512")
-    if problem.device == "cuda" and torch.version.hip is None:
-        least = min(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
-        if least < LEAST_CAPABILITY:
-            reasons.append(f"compute capability {least[0]}.{least[1]}: at least 8.0")
-    return reasons
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
