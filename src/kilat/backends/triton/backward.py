@@ -35,6 +35,7 @@ from kilat.backends.triton.tiles_backward import (
     masked_block,
     one_plan,
     query_ranges,
+    scaled,
     two_plans,
     whole_blocks,
 )
@@ -134,7 +135,7 @@ def keys_step(
     log_sum, delta_row = load_statistics(lse, delta, i, live, at, seqs)  # [block_q]
     if spec.dropout != "":
         keep = kept_tile(i, j, j0, at, args, spec, BLOCK_KV, True)
-    s = dot_nt(k_tile, q_tile, spec)  # [block_kv, block_q]
+    s = scaled(dot_nt(k_tile, q_tile, spec), numbers, spec)  # [block_kv, block_q]
     dp = dot_nt(v_tile, do_tile, spec)  # [block_kv, block_q]
     p, ds = gradients(
         s, dp, log_sum[None, :], delta_row[None, :], shown, keep, i[None, :], j[:, None], at, args, spec, MASKED, -1
@@ -225,9 +226,9 @@ def keys_kernel(
                 keys = (k_tile, v_tile, j0)
                 state = keys_walk(state, keys, queries, at, args, spec, BLOCK_Q, BLOCK_KV, WANTED)
         if dk is not None:
-            scaled = scale_tile(rows_only(state[0], live), tl.full([BLOCK_KV], 1.0, tl.float32) * numbers.scale)
+            dk_tile = scale_tile(rows_only(state[0], live), tl.full([BLOCK_KV], 1.0, tl.float32) * numbers.scale)
             base = row_base(dk, b, kv_first + j0, h_kv)
-            store_tile(base, row_offsets(dk, r, spec), j0 + r < rows, scaled, spec, False)
+            store_tile(base, row_offsets(dk, r, spec), j0 + r < rows, dk_tile, spec, False)
         if dv is not None:
             base = row_base(dv, b, kv_first + j0, h_kv)
             store_tile(base, row_offsets(dv, r, spec), j0 + r < rows, rows_only(state[1], live), spec, True)
@@ -269,7 +270,7 @@ def queries_step(
     v_tile = load_rows(v, v_base, j0, live, k, spec, True, MASKED)  # [block_kv, head_dim_v]
     if spec.dropout != "":
         keep = kept_tile(i, j, j0, at, args, spec, BLOCK_KV, False)
-    s = dot_nt(q_tile, k_tile, spec)  # [block_q, block_kv]
+    s = scaled(dot_nt(q_tile, k_tile, spec), numbers, spec)  # [block_q, block_kv]
     dp = dot_nt(do_tile, v_tile, spec)  # [block_q, block_kv]
     _, ds = gradients(
         s, dp, log_sum[:, None], delta_row[:, None], shown, keep, i[:, None], j[None, :], at, args, spec, MASKED, -1

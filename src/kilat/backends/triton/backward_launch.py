@@ -8,11 +8,12 @@ import torch
 
 from kilat import config
 from kilat.backends.triton import backward as kernels
+from kilat.backends.triton import launch
 from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import LARGEST_BLOCK, adapt, query_tiles, rows
+from kilat.backends.triton.backward_scores_launch import score_gradients
 from kilat.backends.triton.heuristics import INTERPRETED
 from kilat.backends.triton.heuristics_backward import keys_config, queries_config
-from kilat.backends.triton.launch import capability, on_device, run
 from kilat.problem import Grads
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def run_backward(
     problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     """Gradients of what `problem.grad_of` names; see `Backend.backward`."""
-    with on_device(operands.q):
+    with launch.on_device(operands.q):
         call = Backward(problem, operands, out, lse, dout, dlse)
         grads, wanted = call.buffers(), problem.grad_of
         if "k" in wanted or "v" in wanted:
@@ -39,6 +40,8 @@ def run_backward(
             call.queries(grads)
         if "sink" in wanted and operands.sink is not None:
             grads.sink = call.sink_gradient(operands.sink)
+        if problem.scores:
+            grads.score_tensors = score_gradients(call)
     return grads
 
 
@@ -50,7 +53,7 @@ class Backward:
     ) -> None:
         self.problem, self.operands, self.args = problem, operands, adapt(problem, operands)
         self.shared = self.args[:5]  # all but sink and spec
-        self.capability, self.itemsize = capability(operands.q), operands.q.element_size()
+        self.capability, self.itemsize = launch.capability(operands.q), operands.q.element_size()
         self.do, self.lse = _readable(dout), lse.contiguous()
         self.delta = torch.empty_like(self.lse)
         grid = query_tiles(problem, operands, DELTA_BLOCK)
@@ -76,9 +79,11 @@ class Backward:
     def buffers(self) -> Grads:
         """Unwritten gradients of q, k and v: kernels write every row, owned by a sequence or not."""
         o, wanted = self.operands, self.problem.grad_of
-        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
-                for name, x in (("q", o.q), ("k", o.k), ("v", o.v))]  # fmt: skip
-        return Grads(*made, score_tensors=[[None] * len(tensors) for tensors in o.score_tensors])
+        q, k, v = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
+            for name, x in (("q", o.q), ("k", o.k), ("v", o.v))
+        )
+        return Grads(q, k, v)
 
     def keys(self, grads: Grads) -> None:
         """Fill the gradients of k and v."""
@@ -88,7 +93,7 @@ class Backward:
         if grid:
             dk, dv = (None if x is None else rows(x) for x in (grads.k, grads.v))
             tensors = (rows(o.q), rows(o.k), rows(o.v), rows(self.do), dk, dv, self.lse, self.delta)
-            run(kernels.keys_kernel, grid, (*tensors, *self.shared, self.args.spec), chosen)
+            launch.run(kernels.keys_kernel, grid, (*tensors, *self.shared, self.args.spec), chosen)
 
     def queries(self, grads: Grads) -> None:
         """Fill the gradient of q."""
@@ -97,7 +102,7 @@ class Backward:
         grid = query_tiles(p, o, chosen.block_q)
         if grid and grads.q is not None:
             tensors = (rows(o.q), rows(o.k), rows(o.v), rows(self.do), rows(grads.q), self.lse, self.delta)
-            run(kernels.queries_kernel, grid, (*tensors, *self.shared, self.args.spec), chosen)
+            launch.run(kernels.queries_kernel, grid, (*tensors, *self.shared, self.args.spec), chosen)
 
     def sink_gradient(self, sink: Tensor) -> Tensor:
         """dsink [heads] = sum exp(sink - lse) (dlse - rowsum(do * o)) over rows that a sequence owns."""

@@ -39,6 +39,18 @@ def queries_config(args: Arguments, itemsize: int, capability: tuple[int, int] |
     return Config(32, 16, 8, 1)
 
 
+def scores_config(args: Arguments, itemsize: int, capability: tuple[int, int] | None) -> Config:
+    """Of the kernels for the gradients of a bias and of tensors of user scores."""
+    dim, large = _dim(args), _is_large(capability)
+    if itemsize == 4:
+        return _float32(dim)
+    if dim <= 128:
+        return Config(64, 64, 8, 1)
+    if dim <= 256:
+        return Config(64, 64, 8, 1) if large else Config(32, 32, 8, 1)
+    return Config(32, 32, 8, 1) if large else Config(16, 16, 8, 1)
+
+
 def _float32(dim: int) -> Config:
     """Products on the vector units: operands stay in registers, so tiles are small."""
     if dim <= 64:

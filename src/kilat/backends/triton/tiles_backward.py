@@ -169,18 +169,24 @@ def kept_tile(i, j, j0, at, args, spec: tl.constexpr, BLOCK_KV: tl.constexpr, TR
 
 
 @triton.jit
+def scaled(s, numbers, spec: tl.constexpr):
+    """scale q k^T from the product of tiles; in float32 one of the tiles has been scaled before."""
+    if spec.scaling != "q":
+        s = s * numbers.scale
+    return s
+
+
+@triton.jit
 def gradients(
     s, dp, lse, delta, shown, keep, i, j, at, args, spec: tl.constexpr, MASKED: tl.constexpr, STAGE: tl.constexpr
 ):
-    """(P keep / (1 - p), dS) of a tile, from q k^T and do v^T; lse (inf: the row has no P) and delta of i's shape.
+    """(P keep / (1 - p), dS) of a tile, from scale q k^T and do v^T; lse (inf: no P) and delta of i's shape.
 
     P = exp(s - lse), dP = keep / (1 - p) do v^T, dS = P (dP - delta), then through the score modifiers back to before
     softcap (STAGE = -1) or to before user function STAGE. Where MASKED, hidden pairs have P = dS = 0. `keep` is unused
     without dropout.
     """
     _, _, scores, _, numbers = args
-    if spec.scaling != "q":
-        s = s * numbers.scale
     z = modify_scores(s, scores, numbers, i, j, at, spec, len(spec.users))
     p = tl.exp2((z - lse) * LOG2E)  # not z * LOG2E: in log2 units the largest score might not fit
     if scores.bias is not None or len(spec.users) > 0:  # -inf hides, and derivatives there may be NaN
