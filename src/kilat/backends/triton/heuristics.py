@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline stages, without a measurement."""
+"""Tile sizes, warps and pipeline stages: the fastest of a few on one H200, and what fits elsewhere."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def forward_config(args: Arguments, itemsize: int, capability: tuple[int, int] |
 
 def _half(dim: int, large: bool) -> Config:
     if dim <= 64:
-        return Config(128, 64, 8, 3) if large else Config(128, 64, 4, 3)
+        return Config(64, 64, 4, 3) if large else Config(128, 64, 4, 3)
     if dim <= 128:
-        return Config(128, 64, 8, 3 if large else 2)
+        return Config(128, 32, 8, 4) if large else Config(128, 64, 8, 2)
     if dim <= 256:
         return Config(128, 64, 8, 2) if large else Config(64, 32, 8, 2)
     return Config(64, 32, 8, 2) if large else Config(32, 16, 8, 1)
