@@ -149,7 +149,7 @@ def bias_kernel(
 def add_elements(x, values, table, slot: tl.constexpr):
     """Add x [block_q, block_kv] to the elements of `table` that the indices values[1:] name, clamped to its axes."""
     at = tl.full([x.shape[0], x.shape[1]], 0, tl.int64)
-    for n in tl.static_range(slot.axes):
+    for n in tl.static_range(len(table.sizes)):
         at += clamp(values[1 + n], 0, table.sizes[n] - 1).to(tl.int64) * table.strides[n]
     if not slot.by_query:  # one element for all queries of the tile
         x = tl.sum(x, 0)[None, :]
