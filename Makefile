@@ -20,9 +20,11 @@ demo: $(VENV)/stamp-base  ## train and run a small model on real text, beside to
 
 test: $(VENV)/stamp-test  ## the tests, without those marked slow
 	$(BIN)/python -m pytest -m "not slow"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 test-all: $(VENV)/stamp-test  ## every test, with many more random examples, and the planted bugs (long)
 	$(BIN)/python -m pytest --hypothesis-profile=long
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 	$(BIN)/python scripts/mutation_check.py --json benchmarks/mutation-check.json
 
 lint: $(VENV)/stamp-lint $(VENV)/stamp-test  ## ruff (rules and format) and pyright

@@ -1,0 +1,101 @@
+"""The Triton backend on a GPU: every case of the list within its budgets, against the float64 oracle on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case
+from helpers import Call, build, expected, same_bits
+
+from kilat.backends import registry
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(call: Call, device: str = "cuda") -> Call:
+    """The same call with every tensor on the GPU; strides stay as they are."""
+    move = lambda x: _moved(x, device)  # noqa: E731
+    tensors: dict[str, Any] = {name: move(getattr(call, name)) for name in ("q", "k", "v", "dout", "dlse")}
+    tensors["sink"] = None if call.sink is None else move(call.sink)
+    tensors["lengths"] = {name: move(x) for name, x in call.lengths.items()}
+    tensors["mask"] = None if call.mask is None else call.mask.with_tensors([move(x) for x in call.mask.tensors()])
+    tensors["scores"] = tuple(s.with_tensors([move(x) for x in s.tensors()]) for s in call.scores)
+    if call.dropout is not None and call.dropout.keep is not None:
+        from kilat.dropout import Dropout
+
+        tensors["dropout"] = Dropout(call.dropout.p, keep=move(call.dropout.keep))
+    return dataclasses.replace(call, **tensors)
+
+
+def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy with the same strides, and the same NaN between rows."""
+    if x.numel() == 0 or x.is_contiguous():
+        return x.to(device)
+    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    memory = x.as_strided((span,), (1,)).to(device)
+    return memory.as_strided(x.shape, x.stride())
+
+
+def reasons(call: Call) -> list[str]:
+    problem, _ = call.core()
+    found = registry.get("triton")
+    return [found] if isinstance(found, str) else found.unsupported(problem)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case) -> None:
+    """out, lse and, but for caches, all gradients."""
+    call = on_gpu(build(case))
+    if found := reasons(call):
+        pytest.skip("; ".join(found))
+    if case.cached:
+        out, lse = call.run("triton")
+        expected(case).check({"out": out, "lse": lse})
+        return
+    out, lse, grads = call.gradients("triton")
+    expected(case, backward=True).check({"out": out, "lse": lse} | grads)
+
+
+REPEATED = [
+    case for case in CASES if case.name.endswith(("-rich", "ragged-causal", "padded-bfloat16", "d128-128-float32"))
+]
+
+
+@pytest.mark.parametrize("case", [case for case in REPEATED if case.dtype != "float64"], ids=str)
+def test_deterministic(case: Case) -> None:
+    """The same bits again, gradients included."""
+    call = on_gpu(build(case))
+    first = call.gradients("triton", deterministic=True)
+    for _ in range(3):
+        again = call.gradients("triton", deterministic=True)
+        assert same_bits(first[0].cpu(), again[0].cpu())
+        assert same_bits(first[1].cpu(), again[1].cpu())
+        assert all(same_bits(first[2][name].cpu(), again[2][name].cpu()) for name in first[2])
+
+
+def test_other_stream_and_graph() -> None:
+    """A captured graph replays on new values, from a stream that is not the default one."""
+    case = Case("graph", seqlen=(65, 129), mask="causal", dtype="bfloat16", heads=(4, 2))
+    call = on_gpu(build(case))
+    call.run("triton")  # compiled before the capture
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        out, lse = call.run("triton")
+    call.q.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = call.run("triton")
+    assert same_bits(out.cpu(), wanted[0].cpu())
+    assert same_bits(lse.cpu(), wanted[1].cpu())
+
+
+def test_second_gpu() -> None:
+    """Work goes to the tensors' GPU whichever is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = Case("second", seqlen=(65, 65), mask="causal", dtype="float16")
+    out, lse = on_gpu(build(case), "cuda:1").run("triton")
+    expected(case).check({"out": out, "lse": lse})
