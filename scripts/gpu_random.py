@@ -1,8 +1,8 @@
 """Random Problems on a GPU against the float64 oracle: `python scripts/gpu_random.py --count 10000 --json FILE`.
 
-Sizes, lengths, heads, strides, masks and scores are drawn; what a kernel is compiled for comes from a fixed set, so that
-thousands of Problems need few kernels. Each backend gets every Problem that it accepts; the JSON counts passes, refusals
-by reason, and holds every failure with the case that reproduces it.
+Sizes, lengths, heads and strides are drawn; what a kernel is compiled for comes from a fixed set, so that thousands of
+Problems need few kernels. Each backend gets every Problem that it accepts; the JSON counts passes, refusals by reason,
+and holds every failure with the case that reproduces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 STATIC = [
     {"dtype": dtype, "head_dim": dims[0], "head_dim_v": dims[1], **rest}
-    for dtype, dims in (("bfloat16", (64, None)), ("float16", (128, None)), ("float32", (17, 33)), ("bfloat16", (96, 40)))
+    for dtype, dims in (
+        ("bfloat16", (64, None)),
+        ("float16", (128, None)),
+        ("float32", (17, 33)),
+        ("bfloat16", (96, 40)),
+    )
     for rest in (
         {"mask": "none"},
         {"mask": "causal"},
@@ -114,7 +119,9 @@ def main() -> int:
     from kilat.bench import machine
 
     verdicts = {name: collections.Counter(v for _, who, v, _ in rows if who == name) for name in backends}
-    refusals = {name: collections.Counter(r for _, who, v, r in rows if who == name and v == "refused") for name in backends}
+    refusals = {
+        name: collections.Counter(r for _, who, v, r in rows if who == name and v == "refused") for name in backends
+    }
     failures = [
         {"backend": who, "reason": reason, "case": dataclasses.asdict(draw(random.Random(number), number))}
         for number, who, verdict, reason in sorted(rows)

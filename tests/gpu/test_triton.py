@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 from cases import CASES, Case
-from helpers import Call, build, expected, same_bits
-
-from kilat.backends import registry
+from gpu_calls import on_gpu, reasons
+from helpers import build, expected, same_bits
 
 pytestmark = pytest.mark.gpu
-
-
-def on_gpu(call: Call, device: str = "cuda") -> Call:
-    """The same call with every tensor on the GPU; strides stay as they are."""
-    move = lambda x: _moved(x, device)  # noqa: E731
-    tensors: dict[str, Any] = {name: move(getattr(call, name)) for name in ("q", "k", "v", "dout", "dlse")}
-    tensors["sink"] = None if call.sink is None else move(call.sink)
-    tensors["lengths"] = {name: move(x) for name, x in call.lengths.items()}
-    tensors["mask"] = None if call.mask is None else call.mask.with_tensors([move(x) for x in call.mask.tensors()])
-    tensors["scores"] = tuple(s.with_tensors([move(x) for x in s.tensors()]) for s in call.scores)
-    if call.dropout is not None and call.dropout.keep is not None:
-        from kilat.dropout import Dropout
-
-        tensors["dropout"] = Dropout(call.dropout.p, keep=move(call.dropout.keep))
-    return dataclasses.replace(call, **tensors)
-
-
-def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy with the same strides, and the same NaN between rows."""
-    if x.numel() == 0 or x.is_contiguous():
-        return x.to(device)
-    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    memory = x.as_strided((span,), (1,)).to(device)
-    return memory.as_strided(x.shape, x.stride())
-
-
-def reasons(call: Call) -> list[str]:
-    problem, _ = call.core()
-    found = registry.get("triton")
-    return [found] if isinstance(found, str) else found.unsupported(problem)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
     """out, lse and, but for caches, all gradients."""
     call = on_gpu(build(case))
-    if found := reasons(call):
+    if found := reasons(call, "triton"):
         pytest.skip("; ".join(found))
     if case.cached:
         out, lse = call.run("triton")
