@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import BY_NAME, Case
@@ -53,6 +55,7 @@ def test_deterministic() -> None:
 def test_a_sum_that_is_not_finite() -> None:
     """Integers cannot hold NaN: the gradient of the table says so all the same."""
     call = build(Case("nan", batch=1, seqlen=(20, 20), scores="score_tensor"))
+    assert call.dout is not None
     call.dout[0, 3, 1, 0] = torch.inf
     (table,) = call.scores[0].tensors()
     table.requires_grad_()
@@ -127,6 +130,7 @@ def test_padding_never_changes_a_bit(case: str) -> None:
 def test_rows_that_see_nothing_ignore_their_gradients() -> None:
     """NaN in do and q of rows that see nothing reaches no key, and only dlse reaches the sink."""
     call = build(Case("blind", seqlen=(70, 20), mask="causal", sink=True, heads=(2, 1)))
+    assert call.dout is not None
     call.dout[:, :50] = torch.nan
     call.q[:, :50] = torch.nan
     _, _, grads = call.gradients("triton")
@@ -184,7 +188,7 @@ def test_offsets_that_lie() -> None:
 
     call = build(Case("lies", "ragged", 2, lengths_q=(20, 20), lengths_kv=(20, 20), mask="documents"))
     problem, op = call.core()
-    problem = type(problem)(**{**vars(problem), "grad_of": frozenset("qkv"), "needs_grad": True})
+    problem = replace(problem, grad_of=frozenset("qkv"), needs_grad=True)
     for offsets in ([0, 90, 40], [0, -5, 40], [7, 3, 2**31 - 1], [0, 40, 20]):
         op.cu_seqlens_q = op.cu_seqlens_kv = torch.tensor(offsets, dtype=torch.int32)
         out, lse = BACKEND.forward(problem, op)

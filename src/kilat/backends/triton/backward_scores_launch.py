@@ -34,13 +34,12 @@ class Slot:
 
     name: str  # of `partial`: it stands for it in comparisons
     user: int
-    axes: int
     by_query: bool  # whether the element depends on the query, and on the key
     by_key: bool
     partial: Jitted = field(compare=False)  # (d score / d element, its indices...)
 
     def __repr__(self) -> str:  # part of Triton's cache keys
-        return f"Slot_{self.name}_{self.user}_{self.axes}_{self.by_query}_{self.by_key}"
+        return f"Slot_{self.name}_{self.user}_{self.by_query}_{self.by_key}"
 
 
 def score_gradients(call: Backward) -> list[list[Tensor | None]]:
@@ -111,7 +110,6 @@ def _slots(score: Score, user: int) -> list[tuple[int, Slot]]:
         slot = Slot(
             expressions.name_of(function),
             user,
-            axes=len(load.indices),
             by_query=not names.isdisjoint(("q_pos", "s")),
             by_key=not names.isdisjoint(("j", "s")),
             partial=function,

@@ -27,7 +27,24 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append("k_scale, v_scale: quantised pages are not implemented")
     if max(problem.head_dim, problem.head_dim_v) > 512 and problem.layout != "cached":
         reasons.append(f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}: at most 512")
-    return reasons + _machine(problem.device)
+    return reasons + (_machine(problem.device) or _memory(problem))
+
+
+FLOAT32_BACKWARD = 133_120
+"""Bytes of shared memory that the float32 backward takes at head_dim 512, with its smallest tiles."""
+
+
+def _memory(problem: Problem) -> list[str]:
+    """What does not fit into a GPU's shared memory."""
+    wide = problem.needs_grad and problem.dtype == "float32" and max(problem.head_dim, problem.head_dim_v) > 256
+    if not wide or problem.device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return []
+    devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    least = min(device.shared_memory_per_block_optin for device in devices)
+    if least >= FLOAT32_BACKWARD:
+        return []
+    dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
+    return [f"{dims}: the float32 backward needs {FLOAT32_BACKWARD} bytes of shared memory; this GPU has {least}"]
 
 
 def _machine(device: str) -> list[str]:
