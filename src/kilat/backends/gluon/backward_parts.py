@@ -1,0 +1,364 @@
+"""Parts that the backward kernels share: where a program works, its shared memory, the TMA producer, the epilogue.
+
+A program (CTA) owns 128 keys of one key/value head. It runs over turns t = 0 .. turns - 1: the blocks of queries that
+see its keys, each for all query heads of the group. A TMA producer feeds two consumer warpgroups of 64 keys each.
+"""
+
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# The annotations of aggregates are read when the class is made, so they must not be strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
+
+BLOCK_KV = gl.constexpr(128)
+FAR = gl.constexpr(2**30)  # as in kilat.masks.core
+NOWHERE = gl.constexpr(2**22)  # a tile past the end of any lse
+
+
+@aggregate
+class Place:
+    """Where a program works: coordinates, lengths, the band of its mask, and its turns."""
+
+    sequence: gl.tensor  # batch entry
+    q_batch: gl.tensor  # first coordinate of its queries in the descriptors: 0 if ragged
+    q_start: gl.tensor  # second coordinate of its first query
+    kv_batch: gl.tensor
+    kv_start: gl.tensor
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    head_kv: gl.tensor
+    head_q: gl.tensor  # first of the group
+    key: gl.tensor  # first key of the program, inside the sequence
+    low: gl.tensor  # key j is visible to query i iff low <= j - i <= high
+    high: gl.tensor
+    first: gl.tensor  # first block of queries that sees a key
+    turns: gl.tensor  # blocks times query heads, or one turn outside of every tensor if no query sees these keys
+    tile: gl.tensor  # of 64 rows: where lse, delta and dQ of the first head's sequence begin
+    tiles: gl.tensor  # from one query head to the next
+
+    @gluon.constexpr_function
+    def __init__(
+        self, sequence, q_batch, q_start, kv_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
+        turns, tile, tiles,
+    ):  # fmt: skip
+        self.sequence = sequence
+        self.q_batch = q_batch
+        self.q_start = q_start
+        self.kv_batch = kv_batch
+        self.kv_start = kv_start
+        self.q_len = q_len
+        self.kv_len = kv_len
+        self.head_kv = head_kv
+        self.head_q = head_q
+        self.key = key
+        self.low = low
+        self.high = high
+        self.first = first
+        self.turns = turns
+        self.tile = tile
+        self.tiles = tiles
+
+
+@aggregate
+class Shared:
+    """Shared memory and barriers of a program; 'full' and 'free' say what the barrier's completion means."""
+
+    q: gl.shared_memory_descriptor  # [2, 1, BM, 1, D]
+    do: gl.shared_memory_descriptor  # [2, 1, BM, 1, D]
+    k: gl.shared_memory_descriptor  # [2, 1, 64, 1, D], one for each warpgroup
+    v: gl.shared_memory_descriptor  # [2, 1, 64, 1, D]
+    ds: gl.shared_memory_descriptor  # [buffers, 64, 64], keys x queries
+    dq: gl.shared_memory_descriptor  # [2, 32, 128], one for each warpgroup, in fragment order
+    lse: gl.shared_memory_descriptor  # [2 * BM / 64, 1, 64], log2 units
+    delta: gl.shared_memory_descriptor  # [2 * BM / 64, 1, 64]
+    kv_raw: gl.shared_memory_descriptor  # k and v before their last rows are cleared
+    q_raw: gl.shared_memory_descriptor  # q and do, likewise
+    kv_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor  # q and lse
+    do_full: gl.shared_memory_descriptor  # do and delta
+    free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage
+    ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
+    done: gl.shared_memory_descriptor  # both warpgroups have read k and v for the last time
+    go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start
+    turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, do, k, v, ds, dq, lse, delta, kv_raw, q_raw, kv_full, q_full, do_full, free, ds_full, done, go, turn
+    ):  # fmt: skip
+        self.q = q
+        self.do = do
+        self.k = k
+        self.v = v
+        self.ds = ds
+        self.dq = dq
+        self.lse = lse
+        self.delta = delta
+        self.kv_raw = kv_raw
+        self.q_raw = q_raw
+        self.kv_full = kv_full
+        self.q_full = q_full
+        self.do_full = do_full
+        self.free = free
+        self.ds_full = ds_full
+        self.done = done
+        self.go = go
+        self.turn = turn
+
+
+@gluon.jit
+def barriers(count, N: gl.constexpr):
+    """N barriers that each take `count` arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(made.index(i), count=count)
+    return made
+
+
+@gluon.jit
+def sequence_of(offsets, tile, batch, BLOCK: gl.constexpr):
+    """Batch entry that owns a tile of a ragged batch: the last b with offsets[b] // BLOCK + b <= tile.
+
+    Sequences start at tile offsets[b] // BLOCK + b, which leaves room for a short tile each, without a prefix sum.
+    """
+    low = tile * 0
+    high = low + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(offsets + middle) // BLOCK + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@gluon.jit
+def span(offsets, lengths, sequence, seqlen):
+    """(first token, length) of a sequence: of all sequences if it has neither offsets nor a length of its own."""
+    start = sequence * 0
+    length = seqlen
+    if offsets is not None:
+        start = gl.minimum(gl.maximum(gl.load(offsets + sequence), 0), seqlen)
+        length = gl.minimum(gl.maximum(gl.load(offsets + sequence + 1), start), seqlen) - start
+    if lengths is not None:
+        length = gl.minimum(gl.maximum(gl.load(lengths + sequence), 0), seqlen)
+    return start, length
+
+
+@gluon.jit
+def band(q_len, kv_len, left, right, right_top_left):
+    """(low, high): key j is visible to query i iff low <= j - i <= high; see `kilat.masks.affine`."""
+    shift = kv_len - q_len
+    low = gl.maximum(shift - left, -FAR)
+    high = gl.minimum(gl.minimum(shift, FAR - right) + right, right_top_left)
+    return low, high
+
+
+@gluon.jit
+def place_of(
+    offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
+    left, right, right_top_left, tiles_kv, tiles, BM: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Where the program with this id works: keys first, then heads, then sequences."""
+    pid = gl.program_id(0)
+    tile_kv = pid % tiles_kv
+    head_kv = (pid // tiles_kv) % num_heads_kv
+    if offsets_kv is not None:
+        sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
+        tile_kv -= gl.load(offsets_kv + sequence) // BLOCK_KV + sequence
+        tile = (gl.load(offsets_q + sequence) // BM + sequence) * (BM // 64)
+        in_batch = sequence * 0
+    else:
+        sequence = pid // tiles_kv // num_heads_kv
+        tile = sequence * num_heads_kv * GROUP * tiles
+        in_batch = sequence
+    q_start, q_len = span(offsets_q, lengths_q, sequence, seqlen_q)
+    kv_start, kv_len = span(offsets_kv, lengths_kv, sequence, seqlen_kv)
+    low, high = band(q_len, kv_len, left, right, right_top_left)
+    key = tile_kv * BLOCK_KV
+    last_key = gl.minimum(key + BLOCK_KV, kv_len) - 1
+    first_row = gl.maximum(key - high, 0)
+    last_row = gl.minimum(last_key - low, q_len - 1)
+    head_q = head_kv * GROUP
+    first = first_row // BM
+    turns = (last_row // BM + 1 - first) * GROUP
+    tile += head_q * tiles
+    if (last_key < key) | (last_row < first_row):
+        # One turn whose coordinates lie outside of every tensor: loads give zeros, the sum into dQ goes nowhere.
+        first = seqlen_q // BM + 1
+        turns = first * 0 + 1
+        tile = NOWHERE + tile * 0
+    return Place(
+        sequence, in_batch, q_start, in_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
+        turns, tile, tiles,
+    )  # fmt: skip
+
+
+@gluon.jit
+def is_masked(x, row, BM: gl.constexpr):
+    """Whether some of the BM queries from `row` do not see some of the program's keys, or keys lie past the end."""
+    last_key = x.key + BLOCK_KV - 1
+    return (last_key >= x.kv_len) | (last_key - row > x.high) | (x.key - row - (BM - 1) < x.low)
+
+
+@gluon.jit
+def hide(p, x, r, row, W: gl.constexpr, layout: gl.constexpr):
+    """p [64 keys of warpgroup W, 64 queries from `row`] with 0 where the mask hides the key.
+
+    To be called under `if is_masked(...)`. The wait has long been over; its loop keeps the branch a branch, which would
+    otherwise become selects that every block pays for.
+    """
+    mbarrier.wait(r.kv_full, 0)
+    i = row + gl.arange(0, 64, gl.SliceLayout(0, layout))
+    j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    distance = gl.expand_dims(j, 1) - gl.expand_dims(i, 0)
+    seen = (distance >= x.low) & (distance <= x.high) & gl.expand_dims(j < x.kv_len, 1)
+    return gl.where(seen, p, 0.0)
+
+
+@gluon.jit
+def probabilities(s, lse, factor, cap_log2, SOFTCAP: gl.constexpr):
+    """(P = exp2(score - lse), d score / d (scale s)), the latter 1 without a softcap.
+
+    factor is scale * log2(e); with a softcap 2 * log2(e) * scale / cap, because tanh(y) = 1 - 2 / (1 + exp(2 y)).
+    """
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (1.0 + gl.exp2(s * factor))
+        return gl.exp2(tanh * cap_log2 - lse), 1.0 - tanh * tanh
+    else:
+        return gl.exp2(s * factor - lse), 1.0
+
+
+@gluon.jit
+def fragment_order(x):
+    """[64, 64] of an MMA accumulator -> [32, 128] in which a thread owns 16-byte pieces; no data moves between threads.
+
+    Rows split as (warp 4, half 2, 8), columns as (8, lane 4, pair 2); the order is (warp, 8 columns, 8 rows, lane,
+    half, pair). `backward_rows.finish_kernel` undoes it.
+    """
+    return x.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([32, 128])
+
+
+@gluon.jit
+def add_dq(dq, dq_desc, buffer, piece):
+    """Add a [64, 64] piece of dQ to piece number `piece` of the accumulator, by TMA."""
+    buffer.store(fragment_order(dq))
+    fence_async_shared()
+    async_reduce_add(dq_desc, [piece * 32, 0], buffer)
+
+
+@gluon.jit
+def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
+    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block of queries."""
+    block = x.first + t // GROUP
+    return block * BM, x.tile + (t % GROUP) * x.tiles + block * (BM // 64)
+
+
+@gluon.jit
+def clear_rows(buffer, first, ROWS: gl.constexpr, D: gl.constexpr):
+    """Zero the rows of a [1, ROWS, 1, D] buffer from `first` on; 8 or 16 rows at a time, for want of registers."""
+    STEP: gl.constexpr = 1024 // D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile = buffer.reshape([ROWS, D])
+    for start in gl.static_range(0, ROWS, STEP):
+        if start + STEP > first:
+            part = tile.slice(start, STEP, dim=0)
+            row = start + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+            part.store(gl.where(gl.expand_dims(row, 1) < first, part.load(layout), 0.0).to(buffer.dtype))
+
+
+@gluon.jit
+def load_both_halves(k_desc, v_desc, x, r, bar):
+    """K and V of both warpgroups, with their bytes counted at `bar`."""
+    for w in gl.static_range(2):
+        at = [x.kv_batch, x.kv_start + x.key + w * 64, x.head_kv, 0]
+        async_load(k_desc, at, bar, r.k.index(w))
+        async_load(v_desc, at, bar, r.v.index(w))
+
+
+@gluon.jit
+def load_keys(k_desc, v_desc, x, r, D: gl.constexpr, FOREIGN: gl.constexpr):
+    """K and V of the program. FOREIGN: behind the sequence lies what is not its own, and must be zeroed (0 * NaN)."""
+    NBYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
+    if FOREIGN & (x.key + BLOCK_KV > x.kv_len):
+        mbarrier.expect(r.kv_raw, NBYTES)
+        load_both_halves(k_desc, v_desc, x, r, r.kv_raw)
+        mbarrier.wait(r.kv_raw, 0)
+        for w in gl.static_range(2):
+            clear_rows(r.k.index(w), x.kv_len - x.key - w * 64, 64, D)
+            clear_rows(r.v.index(w), x.kv_len - x.key - w * 64, 64, D)
+        fence_async_shared()
+        cta_barrier()
+        mbarrier.arrive(r.kv_full, count=1)
+    else:
+        mbarrier.expect(r.kv_full, NBYTES)
+        load_both_halves(k_desc, v_desc, x, r, r.kv_full)
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, x, r,
+    BM: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
+):  # fmt: skip
+    """The producer: K and V once, then Q, lse, dO and delta of every turn into two stages."""
+    ROWS: gl.constexpr = BM // 64
+    load_keys(k_desc, v_desc, x, r, D, FOREIGN)
+    shorts = 0
+    for t in range(x.turns):
+        stage = t % 2
+        row, tile = row_and_tile(x, t, BM, GROUP)
+        at = [x.q_batch, x.q_start + row, x.head_q + t % GROUP, 0]
+        q_full = r.q_full.index(stage)
+        do_full = r.do_full.index(stage)
+        is_short = FOREIGN & (row < x.q_len) & (row + BM > x.q_len)
+        mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)
+        if is_short:
+            mbarrier.expect(r.q_raw, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+            async_load(q_desc, at, r.q_raw, r.q.index(stage))
+            async_load(do_desc, at, r.q_raw, r.do.index(stage))
+            mbarrier.wait(r.q_raw, shorts & 1)
+            shorts += 1
+            clear_rows(r.q.index(stage), x.q_len - row, BM, D)
+            clear_rows(r.do.index(stage), x.q_len - row, BM, D)
+            fence_async_shared()
+            cta_barrier()
+            mbarrier.expect(q_full, BM * 4)
+        else:
+            mbarrier.expect(q_full, q_desc.block_type.nbytes + BM * 4)
+            async_load(q_desc, at, q_full, r.q.index(stage))
+        # Before dO, since S is what the consumers wait for.
+        for i in gl.static_range(ROWS):
+            async_load(lse_desc, [tile + i, 0], q_full, r.lse.index(stage * ROWS + i))
+        if is_short:
+            mbarrier.expect(do_full, BM * 4)
+        else:
+            mbarrier.expect(do_full, do_desc.block_type.nbytes + BM * 4)
+            async_load(do_desc, at, do_full, r.do.index(stage))
+        for i in gl.static_range(ROWS):
+            async_load(delta_desc, [tile + i, 0], do_full, r.delta.index(stage * ROWS + i))
+
+
+@gluon.jit
+def store_rows(value, buffer, desc, ptr, at, seqlen, heads, dim, D: gl.constexpr, FOREIGN: gl.constexpr):
+    """Write [64, D] of a gradient to a contiguous [.., seqlen, heads, dim], through shared memory.
+
+    at = (batch, first token of the sequence, row, length of the sequence, head); rows from the length on are not
+    written where something else may lie there (FOREIGN).
+    """
+    batch, start, row, length, head = at
+    buffer.reshape([64, D]).store(value.to(buffer.dtype))
+    if FOREIGN:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        rows = buffer.reshape([64, D]).load(layout)
+        i = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        c = gl.arange(0, D, gl.SliceLayout(0, layout))
+        token = (batch.to(gl.int64) * seqlen + start) * heads + head
+        offset = gl.expand_dims(i.to(gl.int64) * heads * dim, 1) + gl.expand_dims(c, 0)
+        inside = gl.expand_dims(i < length, 1) & gl.expand_dims(c < dim, 0)
+        gl.store(ptr + token * dim + offset, rows, mask=inside)
+    else:
+        fence_async_shared()
+        async_store(desc, [batch, start + row, head, 0], buffer)

@@ -1,0 +1,102 @@
+"""What runs before and after the backward's main kernel, row by row (plain Triton: both only move memory).
+
+lse and delta lie in tiles of 64 rows, whole tiles for every sequence; dQ's accumulator in [32, 128] pieces, D / 64 for
+every tile, each a [64, 64] block in the order of an MMA fragment (`backward_parts.fragment_order`).
+"""
+
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr):
+    """(sequence, head, first token, length, first row in it, first tile) of this program's BLOCK rows.
+
+    Sequence b of a ragged batch starts at block offsets[b] // BLOCK + b of its head, see `backward_parts.sequence_of`.
+    """
+    blocks = tiles // (BLOCK // 64)
+    pid = tl.program_id(0)
+    block = pid % blocks
+    head = (pid // blocks) % heads
+    sequence = pid // blocks // heads
+    tile = pid * (BLOCK // 64)
+    start = sequence * 0
+    length = seqlen
+    if offsets is not None:
+        low = sequence * 0
+        high = low + batch
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(offsets + middle) // BLOCK + middle <= block:
+                low = middle
+            else:
+                high = middle
+        sequence = low
+        begin = tl.load(offsets + sequence)
+        block -= begin // BLOCK + sequence
+        start = tl.minimum(tl.maximum(begin, 0), seqlen)
+        length = tl.minimum(tl.maximum(tl.load(offsets + sequence + 1), start), seqlen) - start
+        sequence = sequence * 0
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), seqlen)
+    return sequence, head, start, length, block * BLOCK, tile
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles", "dim_v"])
+def prepare_kernel(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_tiles, delta_tiles, dq_pieces, offsets, lengths,
+    batch, seqlen, heads, tiles, dim_v, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_n, dlse_h,
+    BLOCK: tl.constexpr, D: tl.constexpr, WITH_DQ: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) - dlse and lse in log2 units, padded to whole tiles; dQ's accumulator cleared.
+
+    Rows that see nothing, and rows past the end, get lse = +inf, which makes every P = exp2(score - lse) zero.
+    """
+    sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
+    i = first + tl.arange(0, BLOCK)
+    c = tl.arange(0, D)
+    there = i < length
+    row = (start + i).to(tl.int64)
+    b = sequence.to(tl.int64)
+    inside = there[:, None] & (c < dim_v)[None, :]
+    h = head.to(tl.int64)
+    o = tl.load(o_ptr + b * o_b + h * o_h + row[:, None] * o_n + c[None, :], mask=inside, other=0.0)
+    do = tl.load(do_ptr + b * do_b + h * do_h + row[:, None] * do_n + c[None, :], mask=inside, other=0.0)
+    product = o.to(tl.float32) * do.to(tl.float32)
+    delta = tl.sum(tl.where(o == 0, 0.0, product), 1)  # [BLOCK]; a row that sees nothing ignores its dO, NaN included
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + b * dlse_b + h * dlse_h + row * dlse_n, mask=there, other=0.0)
+    lse_row = (b * heads + head) * seqlen
+    lse = tl.load(lse_ptr + lse_row + row, mask=there, other=float("-inf"))
+    seen = lse > float("-inf")
+    at = tile.to(tl.int64) * 64 + tl.arange(0, BLOCK)
+    tl.store(lse_tiles + at, tl.where(seen, lse * LOG2E, float("inf")))
+    tl.store(delta_tiles + at, tl.where(seen, delta, 0.0))
+    if WITH_DQ:
+        piece = tile.to(tl.int64) * 64 * D + tl.arange(0, BLOCK * D)
+        tl.store(dq_pieces + piece, tl.zeros([BLOCK * D], tl.float32))
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles"])
+def finish_kernel(
+    dq_pieces, dq_ptr, offsets, lengths, batch, seqlen, heads, tiles, dim, scale, BLOCK: tl.constexpr, D: tl.constexpr
+):
+    """dQ = scale * accumulator, out of fragment order, in the type and layout [.., seqlen, heads, dim] of q."""
+    sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
+    if first < length:
+        x = tl.load(dq_pieces + tile.to(tl.int64) * 64 * D + tl.arange(0, BLOCK * D))
+        # (tile, 64 columns), (warp, 8 columns), row, lane, half, pair
+        x = tl.reshape(x, [BLOCK // 64, D // 64, 4, 8, 8, 4, 2, 2])
+        x = tl.permute(x, (0, 2, 6, 4, 1, 3, 5, 7))
+        x = tl.reshape(x, [BLOCK, D])
+        i = first + tl.arange(0, BLOCK)
+        c = tl.arange(0, D)
+        row = (sequence.to(tl.int64) * seqlen + start + i) * heads + head
+        inside = (i < length)[:, None] & (c < dim)[None, :]
+        tl.store(dq_ptr + row[:, None] * dim + c[None, :], (x * scale).to(dq_ptr.dtype.element_ty), mask=inside)

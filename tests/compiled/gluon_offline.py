@@ -1,0 +1,120 @@
+"""Compiling the Gluon kernels for sm_90 where there is no GPU, and reading ptxas' log and the machine code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+
+class Driver:
+    """Stands in for Triton's driver: it knows a target, and nothing is ever launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> str:
+        return "sm_90"  # kernels are remembered by device
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@dataclass
+class Compiled:
+    """What ptxas made of a kernel."""
+
+    spilled: int  # bytes stored
+    in_loops: int  # spill instructions in the main loops of both consumers
+    products: int  # HGMMA instructions
+    loads: int  # UTMALDG
+    reductions: int  # UTMAREDG
+    serialised: bool  # ptxas gave up on overlapping products
+    shared: int  # bytes
+
+
+@contextmanager
+def compiling() -> Iterator[dict[str, Compiled]]:
+    """Kernels that are launched on CPU tensors are compiled for sm_90 instead; yields them by name."""
+    found: dict[str, Compiled] = {}
+    run, driver = JITFunction.run, triton.runtime.driver
+    active = driver._active  # None where there is no GPU
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        log = io.StringIO()
+        self.device_caches.clear()  # a kernel that is known leaves no log
+        with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
+            knobs.nvidia.dump_ptxas_log = True
+            knobs.compilation.always_compile = True
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found[self.fn.__name__] = read(kernel, log.getvalue())
+        return kernel
+
+    driver.set_active(Driver())
+    JITFunction.run = compile_only
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+def read(kernel: Any, log: str) -> Compiled:
+    """The figures of a compiled kernel."""
+    code = disassembled(kernel.asm["cubin"]).splitlines()
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    assert spills, f"no log of ptxas: {log}"
+
+    def count(name: str) -> int:
+        return sum(bool(re.search(rf"\b{name}\b", line)) for line in code)
+
+    return Compiled(
+        spilled=sum(spills),
+        in_loops=spills_in_loops(code),
+        products=count("HGMMA"),
+        loads=count("UTMALDG"),
+        reductions=count("UTMAREDG"),
+        serialised=bool(re.search(r"C751[245]|serialized", log)),
+        shared=kernel.metadata.shared,
+    )
+
+
+def spills_in_loops(code: list[str]) -> int:
+    """Spill instructions in the main loops of both consumers: the two shortest loops with at least 20 products.
+
+    (Waiting loops that ptxas moved to the end of the function look like loops over everything in between.)
+    """
+    labels = {m.group(1): i for i, line in enumerate(code) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    loops: list[tuple[int, int]] = []
+    for end, line in enumerate(code):
+        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        start = labels.get(jump.group(1), end) if jump else end
+        if start < end and sum("HGMMA" in x for x in code[start:end]) >= 20:
+            loops.append((start, end))
+    main = sorted(loops, key=lambda loop: loop[1] - loop[0])[:2]
+    return sum(bool(re.search(r"\b(STL|LDL)\b", x)) for start, end in main for x in code[start:end])
+
+
+def disassembled(cubin: bytes) -> str:
+    """SASS of a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        return subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout

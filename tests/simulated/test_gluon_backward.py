@@ -1,0 +1,156 @@
+"""The Hopper backward on the simulated machine: numbers, barriers, and bugs that the simulation must catch."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from simulated import backward_harness as harness
+from simulated.backward_harness import Setting
+from simulated.gluon_sim import SimError
+
+from kilat.backends.gluon import backward, backward_dq, backward_narrow, backward_parts, backward_wide
+from kilat.masks import Causal, Window
+
+TOLERANCE = 1e-5  # of the largest exact value: products and sums in float32
+
+RAGGED = ((5, 63, 0, 200), (5, 170, 20, 0))
+PADDED = ((67, 0, 5, 33), (3, 9, 0, 131))
+
+SETTINGS = {
+    "one": Setting(1, 1),
+    "even": Setting(192, 128),
+    "odd": Setting(200, 300),
+    "few-queries": Setting(63, 129, dim=17),
+    "causal": Setting(130, 70, mask=Causal()),
+    "causal-turns": Setting(300, 300, mask=Causal(), turns=True),
+    "top-left": Setting(70, 130, mask=Causal(align="top_left"), dim=40),
+    "window": Setting(400, 300, heads=(4, 2), dim=96, mask=Window(50, 20)),
+    "narrow-one": Setting(1, 1, dim=64),
+    "narrow": Setting(400, 128, dim=64),
+    "narrow-causal": Setting(400, 300, dim=64, heads=(3, 1), mask=Causal()),
+    "narrow-window": Setting(300, 500, dim=33, mask=Window(100, None)),
+    "ragged": Setting(ragged=RAGGED, heads=(2, 1), mask=Causal()),
+    "ragged-narrow": Setting(ragged=RAGGED, heads=(2, 1), dim=64),
+    "padded": Setting(67, 131, batch=4, padded=PADDED, heads=(2, 1)),
+    "padded-narrow": Setting(67, 131, batch=4, padded=PADDED, dim=64, mask=Causal()),
+    "softcap": Setting(200, 128, softcap=2.0, scale=-0.2),
+    "softcap-narrow": Setting(300, 200, dim=64, softcap=2.0, scale=0.0),
+    "deterministic": Setting(200, 128, deterministic=True),
+    "deterministic-narrow": Setting(300, 128, dim=64, heads=(2, 1), mask=Causal(), deterministic=True),
+    "deterministic-window": Setting(300, 400, dim=90, mask=Window(50, 20), softcap=3.0, deterministic=True),
+    "deterministic-ragged": Setting(ragged=RAGGED, heads=(2, 1), deterministic=True),
+    "deterministic-ragged-narrow": Setting(ragged=RAGGED, dim=64, mask=Causal(), deterministic=True),
+    "deterministic-padded": Setting(67, 131, batch=4, padded=PADDED, heads=(2, 1), deterministic=True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients(name: str, seed: int) -> None:
+    errors = harness.run(SETTINGS[name], seed)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+WIDE, NARROW = Setting(384, 128), Setting(512, 128, dim=64)
+DQ = Setting(64, 600, deterministic=True)
+SHORT = Setting(67, 131, batch=2, padded=((67, 33), (131, 100)))
+
+
+BUGS: dict[str, tuple[Setting, Any, str, str]] = {
+    # name: (setting, function, what stands there, what stands there instead)
+    "no-wait-for-q": (
+        WIDE, backward_wide.consume_wide, "mbarrier.wait(r.q_full.index(stage), phase)", "pass"),
+    "no-wait-for-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.kv_full, 0)", "pass"),
+    "no-wait-for-ds": (
+        WIDE, backward_wide.consume_wide,
+        "mbarrier.wait(r.ds_full.index(late), ((t - LAG) // BUFFERS) & 1)", "pass"),
+    "wrong-phase": (
+        WIDE, backward_wide.consume_wide, "phase = (t // 2) & 1", "phase = ((t + 1) // 2) & 1"),
+    "ds-arrives-early": (
+        WIDE, backward_wide.consume_wide,
+        "            r.ds.index(slot * 2 + W).store(ds_half)\n",
+        "            mbarrier.arrive(r.ds_full.index(slot), count=1)\n            r.ds.index(slot * 2 + W).store(ds_half)\n"),
+    "no-fence": (
+        WIDE, backward_wide.consume_wide,
+        "r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()",
+        "r.ds.index(slot * 2 + W).store(ds_half)"),
+    "frees-twice": (
+        WIDE, backward_wide.consume_wide,
+        "tma.store_wait(0)\n            if t > 0:\n                mbarrier.arrive(r.free.index(before), count=1)",
+        "tma.store_wait(0)\n            if t > 0:\n                mbarrier.arrive(r.free.index(before), count=2)"),
+    "never-frees": (
+        WIDE, backward_wide.consume_wide,
+        "tma.store_wait(0)\n            if t > 0:\n                mbarrier.arrive(r.free.index(before), count=1)",
+        "tma.store_wait(0)"),
+    "dq-buffer-reused": (
+        WIDE, backward_wide.consume_wide, "tma.store_wait(0)\n                cta_barrier()", "cta_barrier()"),
+    "dk-overwrites-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.done, 0)", "pass"),
+    "loads-into-used-stage": (
+        WIDE, backward_parts.produce, "mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)", "pass"),
+    "wrong-bytes": (
+        WIDE, backward_parts.produce,
+        "mbarrier.expect(do_full, do_desc.block_type.nbytes + BM * 4)",
+        "mbarrier.expect(do_full, do_desc.block_type.nbytes)"),
+    "garbage-left": (SHORT, backward_parts.clear_rows, "if start + STEP > first:", "if start > first + STEP:"),
+    "clears-before-load": (SHORT, backward_parts.load_keys, "mbarrier.wait(r.kv_raw, 0)", "pass"),
+    "mask-one-off": (
+        Setting(130, 130, mask=Causal()), backward_parts.hide, "distance <= x.high", "distance < x.high"),
+    "mask-skipped": (
+        Setting(130, 130, mask=Causal()), backward_parts.is_masked,
+        "last_key - row > x.high", "last_key - row > x.high + 64"),
+    "dq-no-wait-for-v": (
+        DQ, backward_dq.consume_keys,
+        "mbarrier.wait(r.v_full.index(stage), phase)\n        dp_next", "dp_next"),
+    "dq-frees-k-early": (
+        DQ, backward_dq.consume_keys, "mbarrier.arrive(r.k_free.index(before), count=1)",
+        "mbarrier.arrive(r.k_free.index(stage), count=1)"),
+    "dq-garbage-left": (
+        replace(SHORT, deterministic=True), backward_dq.produce_keys,
+        "clear_rows(r.k.index(stage), x.kv_len - key, BN, D)", "pass"),
+    "narrow-no-wait-for-ds": (
+        NARROW, backward_narrow.turn,
+        "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),
+    "narrow-no-wait-for-q": (
+        NARROW, backward_narrow.turn,
+        "if not LAST:\n        mbarrier.wait(r.q_full.index(stage_after), phase_after)", "if not LAST:"),
+    "narrow-two-buffers": (
+        Setting(1024, 128, dim=64), backward_narrow.turn, "slot = t % BUFFERS", "slot = t % 2"),
+    "narrow-frees-twice": (
+        NARROW, backward_narrow.turn,
+        "mbarrier.arrive(r.free.index(stage), count=1)", "mbarrier.arrive(r.free.index(stage), count=2)"),
+}  # fmt: skip
+
+
+def mutant(function: Any, right: str, wrong: str) -> Any:
+    """The function of a kernel with one place of its source changed."""
+    source = inspect.getsource(function.fn)
+    source = source[source.index("def ") :]
+    assert source.count(right) == 1, f"{right!r} stands {source.count(right)} times in {function.fn.__name__}"
+    namespace = dict(function.fn.__globals__)
+    exec(compile(source.replace(right, wrong), "mutant", "exec"), namespace)
+    return SimpleNamespace(fn=namespace[function.fn.__name__])
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each seed draws its own delays; some of them must show the bug."""
+    setting, function, right, wrong = BUGS[name]
+    broken = mutant(function, right, wrong)
+    for module in (backward, backward_dq, backward_narrow, backward_parts, backward_wide):
+        if hasattr(module, function.fn.__name__):
+            monkeypatch.setattr(module, function.fn.__name__, broken)
+    for seed in range(12):
+        try:
+            errors = harness.run(setting, seed, timeout=0.5)
+        except (SimError, IndexError, OverflowError):
+            return
+        if not max(errors.values()) < TOLERANCE:
+            return
+    pytest.fail(f"nobody noticed: {name}")
