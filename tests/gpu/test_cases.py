@@ -1,6 +1,8 @@
-"""The Triton backend on a GPU: every case of the list within its budgets, against the float64 oracle on the CPU."""
+"""Backends on a GPU: every case of the list within its budgets, against the float64 oracle on the CPU."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -11,17 +13,28 @@ from helpers import build, expected, same_bits
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case: Case) -> None:
+BACKENDS = ("triton", "gluon")
+HALF = [
+    dataclasses.replace(case, name=f"{case.name}-as-{dtype}", dtype=dtype)
+    for case in CASES
+    if case.dtype == "float32"
+    for dtype in ("float16", "bfloat16")
+]
+"""The cases of float32 once more, for what a backend takes in half precision only."""
+
+
+@pytest.mark.parametrize("case", [*CASES, *HALF], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_case(case: Case, backend: str) -> None:
     """out, lse and, but for caches, all gradients."""
     call = on_gpu(build(case))
-    if found := reasons(call, "triton"):
+    if found := reasons(call, backend):
         pytest.skip("; ".join(found))
     if case.cached:
-        out, lse = call.run("triton")
+        out, lse = call.run(backend)
         expected(case).check({"out": out, "lse": lse})
         return
-    out, lse, grads = call.gradients("triton")
+    out, lse, grads = call.gradients(backend)
     expected(case, backward=True).check({"out": out, "lse": lse} | grads)
 
 
@@ -31,12 +44,15 @@ REPEATED = [
 
 
 @pytest.mark.parametrize("case", [case for case in REPEATED if case.dtype != "float64"], ids=str)
-def test_deterministic(case: Case) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deterministic(case: Case, backend: str) -> None:
     """The same bits again, gradients included."""
     call = on_gpu(build(case))
-    first = call.gradients("triton", deterministic=True)
+    if found := reasons(call, backend):
+        pytest.skip("; ".join(found))
+    first = call.gradients(backend, deterministic=True)
     for _ in range(3):
-        again = call.gradients("triton", deterministic=True)
+        again = call.gradients(backend, deterministic=True)
         assert same_bits(first[0].cpu(), again[0].cpu())
         assert same_bits(first[1].cpu(), again[1].cpu())
         assert all(same_bits(first[2][name].cpu(), again[2][name].cpu()) for name in first[2])

@@ -1,0 +1,79 @@
+"""The peak backend of Hopper (sm_90): TMA, wgmma, warp specialisation through Gluon; Triton comes in on first use."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kilat.masks.affine import affine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kilat.problem import Grads, Operands, Problem
+
+MAX_DIM = 256
+
+
+@lru_cache(maxsize=16)
+def _capability(device: str) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(torch.device(device))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"kilat.backends.gluon.{name}")
+
+
+class GluonBackend:
+    """Attention on sm_90 for masks of one moving interval, dense, padded or ragged, forward and backward."""
+
+    name = "gluon"
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        """Every reason why this backend cannot do the problem; empty if it can."""
+        p = problem
+        if not p.device.startswith("cuda"):
+            return [f"the gluon backend works on CUDA tensors; got device={p.device!r}"]
+        if _capability(p.device) != (9, 0):
+            found = ".".join(map(str, _capability(p.device)))
+            return [f"the gluon backend needs compute capability 9.0; {p.device} has {found}"]
+        reasons: list[str] = []
+        if p.dtype not in ("float16", "bfloat16"):
+            reasons.append(f"the gluon backend takes float16 and bfloat16; got dtype={p.dtype!r}")
+        if max(p.head_dim, p.head_dim_v) > MAX_DIM:
+            dims = f"head_dim={p.head_dim}, head_dim_v={p.head_dim_v}"
+            reasons.append(f"the gluon backend takes head dimensions up to {MAX_DIM}; got {dims}")
+        if p.layout == "cached":
+            reasons.append("the gluon backend reads no KV cache; got layout='cached'")
+        if affine(p.mask) is None:
+            reasons.append(f"the gluon backend takes causal and window masks; got mask={p.mask!r}")
+        reasons += [f"the gluon backend has no {s.name} score" for s in p.scores if type(s).__name__ != "Softcap"]
+        if p.dropout:
+            reasons.append(f"the gluon backend has no dropout; got dropout={p.dropout!r}")
+        return reasons or self._beyond_the_problem(problem)
+
+    def _beyond_the_problem(self, problem: Problem) -> list[str]:
+        """Reasons that lie in the installation, and the backward's own."""
+        try:
+            _module("forward_launch")
+            return _module("backward_launch").unsupported(problem) if problem.needs_grad else []
+        except ImportError as error:
+            return [f"the gluon backend cannot be imported: {error}"]
+
+    def forward(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """(out, lse) in the layouts of the semantics page."""
+        self.forward = _module("forward_launch").forward  # from now on calls go straight to the host code
+        return self.forward(problem, operands)
+
+    def backward(
+        self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Grads:
+        """Gradients of what `problem.grad_of` names."""
+        self.backward = _module("backward_launch").backward
+        return self.backward(problem, operands, out, lse, dout, dlse)
+
+
+BACKEND = GluonBackend()

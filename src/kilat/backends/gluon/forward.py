@@ -1,0 +1,329 @@
+"""The forward kernel of sm_90: one TMA producer warp and two or three wgmma consumers of 64 queries, persistent.
+
+Each consumer works in the paper's order, on one block of keys after the other:
+
+    S = Q K^T,  m' = max(m, rowmax S),  P = exp(S - m'),  l = l exp(m - m') + rowsum P,  O = O exp(m - m') + P V
+
+with Q K^T of block t issued before P V of block t - 1, so that the tensor cores work while softmax runs. K and V come
+through rings of STAGES buffers. Scores are in log2 units: S_log2 = S * scale * log2(e).
+
+A head dimension is one or two boxes wide (powers of two): 96 is 64 + 32, 192 is 128 + 64; a box that reaches past the
+tensor reads zeros. Names ending in 2 are the second box.
+
+FlashAttention-3 (arXiv 2407.08608) describes the overlap; the row sum is kept per thread and summed once at the end.
+"""
+
+# pyright: basic
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kilat.backends.gluon._compat import cta_barrier
+from kilat.backends.gluon.forward_parts import (
+    Shared,
+    finish,
+    issue_qk,
+    load,
+    load_seen_v,
+    seen,
+    softmax,
+    store_box,
+    store_rows,
+)
+from kilat.backends.gluon.tiles import Sizes, block_at, key_blocks, key_start, key_stop, locate, nth_tile
+
+
+@gluon.jit
+def producer(
+    m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_tiles,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
+    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Bring Q, K and V of every tile of this CTA."""
+    BLOCK_KV: gl.constexpr = k_desc.block_shape[1]
+    BLOCK_Q: gl.constexpr = 64 * CONSUMERS
+    DV: gl.constexpr = v_desc.block_shape[3]
+    done = 0  # blocks of keys so far, which is the place in the rings
+    tiles = 0
+    short = 0  # tiles with a block that nobody sees all of
+    for turn in range(gl.cdiv(n_tiles, gl.num_programs(0))):
+        tile = nth_tile(turn)
+        if tile < n_tiles:
+            b, h, row_q, row_kv, i0, q_rows, q_len, kv_len = locate(tile, s, BLOCK_Q, RAGGED, USED, LONGEST_FIRST)
+            if i0 < q_rows:
+                low, high, n_blocks, n_right, n_masked = key_blocks(i0, q_len, kv_len, s, BLOCK_Q, BLOCK_KV, BOUNDS)
+                h_kv = h // s.group
+                for t in range(n_blocks):
+                    slot = (done + t) % STAGES
+                    phase = ((done + t) // STAGES) & 1
+                    first, _ = block_at(t, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
+                    mbarrier.wait(m.k_free.index(slot), phase ^ 1)
+                    load(m.k, m.k2, m.k_full.index(slot), k_desc, k2_desc, b, h_kv, row_kv + first, slot, D2)
+                    if t == 0:
+                        for w in gl.static_range(CONSUMERS):
+                            mbarrier.wait(m.q_free.index(w), (tiles & 1) ^ 1)
+                            row = row_q + i0 + w * 64
+                            load(m.q, m.q2, m.q_full.index(w), q_desc, q2_desc, b, h, row, w, D2)
+                    mbarrier.wait(m.v_free.index(slot), phase ^ 1)
+                    if high - low < BLOCK_KV:
+                        row = row_kv + first
+                        load_seen_v(m, v_desc, v2_desc, b, h_kv, row, slot, high - low, short, BLOCK_KV, DV, V2)
+                        short += 1
+                    else:
+                        load(m.v, m.v2, m.v_full.index(slot), v_desc, v2_desc, b, h_kv, row_kv + first, slot, V2)
+                done += n_blocks
+                tiles += 1
+
+
+@gluon.jit
+def consumer(
+    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap,
+    W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
+    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
+):  # fmt: skip
+    """Rows 64 W to 64 W + 63 of every tile of this CTA."""
+    BLOCK_KV: gl.constexpr = m.k.shape[2]
+    BLOCK_Q: gl.constexpr = 64 * CONSUMERS
+    D: gl.constexpr = m.k.shape[4]
+    V: gl.constexpr = m.v.shape[4]
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    L_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_L)
+    if V2:
+        O2_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V2, 16])
+        P2_L: gl.constexpr = gl.DotOperandLayout(0, O2_L, 2)
+    IN_FLIGHT: gl.constexpr = 2 if V2 else 1  # products with V that a wait for S leaves under way
+    dtype: gl.constexpr = m.k.dtype
+    zero = gl.zeros([64, BLOCK_KV], gl.float32, S_L)
+    row = W * 64 + gl.arange(0, 64, ROW)
+    col = gl.expand_dims(gl.arange(0, BLOCK_KV, gl.SliceLayout(0, S_L)), 0)
+    q = m.q.index(W).reshape([64, D])
+    q2 = q
+    if D2:
+        q2 = m.q2.index(W).reshape([64, D2])
+    done = 0
+    tiles = 0
+    for turn in range(gl.cdiv(n_tiles, gl.num_programs(0))):
+        tile = nth_tile(turn)
+        if tile < n_tiles:
+            b, h, row_q, _, i0, q_rows, q_len, kv_len = locate(tile, s, BLOCK_Q, RAGGED, USED, LONGEST_FIRST)
+            if i0 < q_rows:
+                low, high, n_blocks, n_right, n_masked = key_blocks(i0, q_len, kv_len, s, BLOCK_Q, BLOCK_KV, BOUNDS)
+                start = key_start(i0 + row, q_len, kv_len, s, BOUNDS)
+                stop = key_stop(i0 + row, q_len, kv_len, s, BOUNDS)
+                top = gl.full([64], float("-inf"), gl.float32, ROW)
+                l = gl.zeros([64, 8], gl.float32, L_L)
+                o = gl.zeros([64, V], gl.float32, O_L)
+                if V2:
+                    o2 = gl.zeros([64, V2], gl.float32, O2_L)
+
+                # the first block: nothing to overlap it with
+                mbarrier.wait(m.q_full.index(W), tiles & 1)
+                slot = done % STAGES
+                mbarrier.wait(m.k_full.index(slot), (done // STAGES) & 1)
+                st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
+                x = warpgroup_mma_wait(0, deps=[st])  # [64, BLOCK_KV]
+                mbarrier.arrive(m.k_free.index(slot), count=1)
+                first, end = block_at(0, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
+                visible = seen(col, start - first, gl.minimum(stop, end) - first)
+                p, top, l, alpha = softmax(x, top, l, scale_log2, cap, visible, True, NEGATIVE, SOFTCAP)
+                pt = gl.convert_layout(p.to(dtype), P_L)
+
+                for masked in gl.static_range(1, -1, -1):  # first the blocks with hidden keys, then those without
+                    begin = 1
+                    finish_at = n_masked
+                    if not masked:
+                        begin = gl.maximum(n_masked, 1)
+                        finish_at = n_blocks
+                    for t in range(begin, finish_at):
+                        slot = (done + t) % STAGES
+                        before = (done + t - 1) % STAGES
+                        mbarrier.wait(m.k_full.index(slot), ((done + t) // STAGES) & 1)
+                        st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
+                        mbarrier.wait(m.v_full.index(before), ((done + t - 1) // STAGES) & 1)
+                        ot = warpgroup_mma(pt, m.v.index(before).reshape([BLOCK_KV, V]), o, is_async=True)
+                        if V2:
+                            pt2 = gl.convert_layout(pt, P2_L)
+                            ot2 = warpgroup_mma(pt2, m.v2.index(before).reshape([BLOCK_KV, V2]), o2, is_async=True)
+                        x = warpgroup_mma_wait(IN_FLIGHT, deps=[st])  # [64, BLOCK_KV]
+                        mbarrier.arrive(m.k_free.index(slot), count=1)
+                        first, end = block_at(t, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
+                        visible = seen(col, start - first, gl.minimum(stop, end) - first)  # dead code unless masked
+                        p, top, l, alpha = softmax(x, top, l, scale_log2, cap, visible, masked, NEGATIVE, SOFTCAP)
+                        if V2:
+                            o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
+                            o2 = o2 * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O2_L)), 1)
+                        else:
+                            o = warpgroup_mma_wait(0, deps=[ot])
+                        mbarrier.arrive(m.v_free.index(before), count=1)
+                        o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_L)), 1)
+                        pt = gl.convert_layout(p.to(dtype), P_L)
+
+                if STAGING != 2:
+                    mbarrier.arrive(m.q_free.index(W), count=1)
+                done += n_blocks
+                tiles += 1
+                slot = (done - 1) % STAGES
+                mbarrier.wait(m.v_full.index(slot), ((done - 1) // STAGES) & 1)
+                ot = warpgroup_mma(pt, m.v.index(slot).reshape([BLOCK_KV, V]), o, is_async=True)
+                if V2:
+                    pt2 = gl.convert_layout(pt, P2_L)
+                    ot2 = warpgroup_mma(pt2, m.v2.index(slot).reshape([BLOCK_KV, V2]), o2, is_async=True)
+                    o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
+                else:
+                    o = warpgroup_mma_wait(0, deps=[ot])
+                mbarrier.arrive(m.v_free.index(slot), count=1)
+
+                factor, lse = finish(top, gl.convert_layout(gl.sum(l, 1), ROW), sink_ptr, h, SINK)
+                unused = i0 + row >= q_len  # rows past a used length, tokens past the last offset
+                lse = gl.where(unused, float("-inf"), lse)
+                factor = gl.where(unused, 0.0, factor)
+                if RAGGED or USED & 1:
+                    o = gl.where(gl.expand_dims(gl.convert_layout(unused, gl.SliceLayout(1, O_L)), 1), 0.0, o)
+                o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_L)), 1)
+                # ragged: b is 0, row_q the sequence's first token, and `batch` rows of lse are heads
+                token = row_q + i0
+                lse_at = h.to(gl.int64) * s.seqlen_q + token
+                if not RAGGED:
+                    lse_at = (b * s.heads + h).to(gl.int64) * s.seqlen_q + token
+                gl.store(lse_ptr + lse_at + row, lse, mask=i0 + row < q_rows)
+                stride = s.heads * head_dim_v
+                out = out_ptr + ((b.to(gl.int64) * s.seqlen_q + token) * stride + h * head_dim_v)
+                rows = q_rows - i0
+                if V2:
+                    if RAGGED or USED & 1:
+                        o2 = gl.where(gl.expand_dims(gl.convert_layout(unused, gl.SliceLayout(1, O2_L)), 1), 0.0, o2)
+                    o2 = o2 * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O2_L)), 1)
+                if STAGING:
+                    if STAGING == 1:
+                        tma.store_wait(0)
+                        cta_barrier()  # the output of the tile before has left the buffer
+                    out += W * 64 * stride
+                    token += W * 64
+                    rows -= W * 64
+                    store_box(m.o.index(W), o_desc, o, out, b, token, h, rows, stride, head_dim_v, 0, RAGGED)
+                    if V2:
+                        store_box(m.o2.index(W), o2_desc, o2, out, b, token, h, rows, stride, head_dim_v, V, RAGGED)
+                    if STAGING == 2:
+                        tma.store_wait(0)
+                        mbarrier.arrive(m.q_free.index(W), count=1)
+                else:
+                    store_rows(out, o, row, rows, stride, head_dim_v)
+                    if V2:
+                        store_rows(out + V, o2, row, rows, stride, head_dim_v - V)
+    if STAGING:
+        tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("cu_q", "cu_kv", "used_q", "used_kv", "sink_ptr", "batch", "heads", "group", "seqlen_q", "seqlen_kv"),
+        *("head_dim_v", "left", "right", "right_top_left", "tiles_per_unit", "together", "n_tiles"),
+    ]
+)
+def forward_kernel(
+    q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc,
+    out_ptr, lse_ptr, sink_ptr,
+    cu_q, cu_kv, used_q, used_kv, batch, heads, group, seqlen_q, seqlen_kv, head_dim_v,
+    left, right, right_top_left, tiles_per_unit, together, n_tiles, scale_log2, cap,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
+    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """O and lse of q [batch, seqlen_q, heads, D], k and v alike (ragged: batch 1), as `kilat` defines them.
+
+    STAGING: the output leaves from registers (0), through a buffer of its own (1), or through that of Q (2).
+    Boxes: q [1, 64, 1, D], k and v [1, BLOCK_KV, 1, D]; out is contiguous, lse float32. The grid is any number of CTAs.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_shape[3]
+    V: gl.constexpr = v_desc.block_shape[3]
+    BLOCK_KV: gl.constexpr = k_desc.block_shape[1]
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, D], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, V], v_desc.layout)
+    q2 = q
+    k2 = k
+    v2 = v
+    o = q
+    o2 = q
+    if D2:
+        q2 = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, D2], q2_desc.layout)
+        k2 = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, D2], k2_desc.layout)
+    if V2:
+        v2 = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, V2], v2_desc.layout)
+    if STAGING == 1:
+        o = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, V], o_desc.layout)
+        if V2:
+            o2 = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, V2], o2_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_raw = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(w), count=1)
+        mbarrier.init(q_free.index(w), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=CONSUMERS)
+    mbarrier.init(v_raw, count=1)
+    fence_async_shared()
+    m = Shared(q, q2, k, k2, v, v2, o, o2, q_full, q_free, k_full, k_free, v_full, v_free, v_raw)
+    s = Sizes(
+        cu_q, cu_kv, used_q, used_kv, batch, heads, group, seqlen_q, seqlen_kv,
+        left, right, right_top_left, tiles_per_unit, together,
+    )  # fmt: skip
+    # Each partition is code of its own; the arguments stand here in full because a tuple kept in a variable would turn
+    # its compile-time numbers into run-time ones.
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 0,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+            )),
+            (consumer, (
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 1,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+            )),
+            (producer, (
+                m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_tiles,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST,
+            )),
+        ], [4, 4], [REGISTERS, 24])
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 0,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+            )),
+            (consumer, (
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 1,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+            )),
+            (consumer, (
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 2,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+            )),
+            (producer, (
+                m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_tiles,
+                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST,
+            )),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, 24])
+    # fmt: on

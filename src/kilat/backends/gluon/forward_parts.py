@@ -1,0 +1,198 @@
+"""The steps of the forward kernel: loads, softmax, the way out. Names ending in 2 are a row's second box."""
+
+# pyright: basic
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+
+from kilat.backends.gluon._compat import aggregate, async_load, async_store, cta_barrier
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Shared:
+    """Buffers and barriers: Q by consumer, K and V rings, the output's staging by consumer."""
+
+    q: gl.shared_memory_descriptor
+    q2: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    k2: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    v2: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    o2: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_free: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_free: gl.shared_memory_descriptor
+    v_raw: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, q2, k, k2, v, v2, o, o2, q_full, q_free, k_full, k_free, v_full, v_free, v_raw):
+        self.q = q
+        self.q2 = q2
+        self.k = k
+        self.k2 = k2
+        self.v = v
+        self.v2 = v2
+        self.o = o
+        self.o2 = o2
+        self.q_full = q_full
+        self.q_free = q_free
+        self.k_full = k_full
+        self.k_free = k_free
+        self.v_full = v_full
+        self.v_free = v_free
+        self.v_raw = v_raw
+
+
+@gluon.jit
+def load(x, x2, full, desc, desc2, b, h, row, at, D2: gl.constexpr):
+    """Box(es) at a row of head h into buffer `at`; their bytes count at the barrier `full`."""
+    if D2:
+        mbarrier.expect(full, desc.block_type.nbytes + desc2.block_type.nbytes)
+        async_load(desc2, [b, row, h, desc.block_shape[3]], full, x2.index(at))
+    else:
+        mbarrier.expect(full, desc.block_type.nbytes)
+    async_load(desc, [b, row, h, 0], full, x.index(at))
+
+
+@gluon.jit
+def clear_rows(x, first, ROWS: gl.constexpr, D: gl.constexpr):
+    """Zero the rows of a [1, ROWS, 1, D] buffer from `first` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile = x.reshape([ROWS, D])
+    for r in gl.static_range(0, ROWS, 8):
+        if r + 8 > first:
+            part = tile.slice(r, 8, dim=0)
+            row = r + gl.arange(0, 8, gl.SliceLayout(1, layout))
+            part.store(gl.where(gl.expand_dims(row, 1) < first, part.load(layout), 0.0).to(x.dtype))
+
+
+@gluon.jit
+def load_seen_v(
+    m, v_desc, v2_desc, b, h, row, slot, seen, count, ROWS: gl.constexpr, D: gl.constexpr, V2: gl.constexpr
+):
+    """A block of V of which only `seen` rows are seen by anybody, the rest zero: P = 0 there, but 0 * NaN is NaN."""
+    load(m.v, m.v2, m.v_raw, v_desc, v2_desc, b, h, row, slot, V2)
+    mbarrier.wait(m.v_raw, count & 1)
+    clear_rows(m.v.index(slot), seen, ROWS, D)
+    if V2:
+        clear_rows(m.v2.index(slot), seen, ROWS, V2)
+    fence_async_shared()
+    mbarrier.arrive(m.v_full.index(slot), count=1)
+
+
+@gluon.jit
+def capped(s, scale_log2, cap):
+    """Softcap in log2 units: cap * tanh(s * scale / cap), where scale_log2 is 2 scale / cap in log2 units."""
+    return cap - (2.0 * cap) / (1.0 + gl.exp2(s * scale_log2))
+
+
+@gluon.jit
+def issue_qk(m, q, q2, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """S = Q K^T under way: [64, BLOCK_KV]."""
+    k = m.k.index(slot).reshape([BLOCK_KV, D])
+    st = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if D2:
+        k2 = m.k2.index(slot).reshape([BLOCK_KV, D2])
+        st = warpgroup_mma(q2, k2.permute((1, 0)), st, is_async=True)
+    return st
+
+
+@gluon.jit
+def seen(col, start, stop):
+    """Which keys of a block each query sees: col [1, BLOCK_KV], start and stop [64]."""
+    return (col >= gl.expand_dims(start, 1)) & (col < gl.expand_dims(stop, 1))
+
+
+@gluon.jit
+def softmax(s, m, l, scale_log2, cap, visible, MASKED: gl.constexpr, NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr):
+    """(P, m, l, exp(m - m')) of one block; l [64, 8] is summed per thread, its columns belong together.
+
+    A row that sees none of the keys so far has m = -inf; its shift is 0, so that exp gives 0 and not NaN.
+    """
+    if SOFTCAP:
+        s = capped(s, scale_log2, cap)
+    elif MASKED:
+        s = s * scale_log2
+    if MASKED:
+        s = gl.where(visible, s, float("-inf"))
+    if MASKED or SOFTCAP:
+        m_new = gl.maximum(m, gl.max(s, 1))
+        shift = m_new
+        if MASKED:
+            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        p = gl.exp2(s - gl.expand_dims(shift, 1))
+    else:
+        if NEGATIVE:
+            m_new = gl.maximum(m, gl.min(s, 1) * scale_log2)
+        else:
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        shift = m_new
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+    alpha = gl.exp2(m - shift)
+    part = gl.sum(gl.reshape(p, [s.shape[0], s.shape[1] // 8, 8]), 1)
+    part = gl.convert_layout(part, l.type.layout)
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + part
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def store_rows(ptr, x, row, rows, stride, dim):
+    """Write x [64, D] to rows of `stride` elements at ptr: rows below `rows`, columns below `dim`."""
+    layout: gl.constexpr = x.type.layout
+    col = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    row = gl.convert_layout(row, gl.SliceLayout(1, layout))
+    inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(col < dim, 0)
+    at = gl.expand_dims(row * stride, 1) + gl.expand_dims(col, 0)
+    gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def copy_rows(ptr, buffer, rows, stride, dim, N: gl.constexpr):
+    """Write rows of a [64, N] buffer below `rows`, columns below `dim`, to rows of `stride` elements at ptr."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
+    col = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
+    for r in gl.static_range(0, 64, 8):
+        row = gl.expand_dims(r + gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
+        part = buffer.slice(r, 8, dim=0).load(layout)
+        gl.store(ptr + row * stride + col, part, mask=(row < rows) & (col < dim))
+
+
+@gluon.jit
+def store_box(buffer, desc, x, ptr, b, token, h, rows, stride, dim, FIRST: gl.constexpr, RAGGED: gl.constexpr):
+    """Write x [64, N] through shared memory to columns from FIRST on of tokens from `token` on; `rows` of them exist.
+
+    A box drops what lies past the tensor's end. In a ragged tensor another sequence may follow: then rows are copied.
+    """
+    N: gl.constexpr = x.shape[1]
+    flat = buffer.reshape([64, N])
+    flat.store(x.to(desc.dtype))
+    fence_async_shared()
+    cta_barrier()
+    if RAGGED and rows < 64:
+        copy_rows(ptr + FIRST, flat, rows, stride, dim - FIRST, N)
+    else:
+        async_store(desc, [b, token, h, FIRST], buffer)
+
+
+@gluon.jit
+def finish(m, l, sink_ptr, h, SINK: gl.constexpr):
+    """(factor of O, lse) of each row; (0, -inf) where nothing was seen and there is no sink."""
+    if SINK:
+        sink = gl.load(sink_ptr + h).to(gl.float32) * LOG2E
+        top = gl.maximum(m, sink)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        seen = gl.exp2(m - shift)
+        total = l * seen + gl.exp2(sink - shift)
+    else:
+        shift = m
+        seen = 1.0
+        total = l
+    factor = gl.where(total == 0.0, 0.0, seen / total)
+    return factor, (shift + gl.log2(total)) * LN2

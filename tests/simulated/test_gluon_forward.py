@@ -1,0 +1,93 @@
+"""The forward kernel's barriers and numbers on the simulated machine, and planted bugs that it must notice."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from simulated.forward_harness import Call, Shape
+from simulated.gluon_sim import SimError
+
+from kilat.backends.gluon import forward, forward_parts
+from kilat.masks.core import FAR
+
+CAUSAL = (FAR, 0, FAR)
+SHAPES = {
+    "plain": Shape(batch=2),
+    "one": Shape(seqlen=(1, 1), heads=(2, 1)),
+    "odd": Shape(batch=2, seqlen=(129, 200), heads=(2, 1)),
+    "causal": Shape(seqlen=(257, 257), heads=(2, 2), bounds=CAUSAL),
+    "causal-more-queries": Shape(seqlen=(300, 100), heads=(2, 2), bounds=CAUSAL),
+    "causal-three-consumers": Shape(seqlen=(400, 430), heads=(2, 1), bounds=CAUSAL, consumers=3, block_kv=128),
+    "top-left": Shape(seqlen=(300, 200), bounds=(FAR, FAR, 0)),
+    "window": Shape(seqlen=(300, 400), bounds=(70, 20, FAR)),
+    "window-wide-block": Shape(seqlen=(200, 230), bounds=(30, 9, 40), block_kv=128, consumers=3),
+    "window-self": Shape(seqlen=(130, 130), bounds=(0, 0, FAR)),
+    "negative": Shape(seqlen=(130, 200), scale=-0.3, bounds=CAUSAL),
+    "zero": Shape(seqlen=(130, 200), scale=0.0, bounds=CAUSAL),
+    "softcap-sink": Shape(seqlen=(130, 200), cap=3.0, sink=True, heads=(2, 1)),
+    "two-boxes": Shape(seqlen=(130, 200), dims=(96, 80), bounds=CAUSAL),
+    "narrow": Shape(seqlen=(130, 200), dims=(72, 40)),
+    "through-q": Shape(seqlen=(300, 300), bounds=CAUSAL, staging=2, heads=(2, 2)),
+    "from-registers": Shape(seqlen=(130, 70), dims=(96, 96), staging=0),
+    "ragged": Shape(
+        ragged=True, lengths_q=(5, 0, 130, 64), lengths_kv=(5, 70, 20, 200), tail=3, heads=(2, 1), bounds=CAUSAL, sink=True
+    ),
+    "ragged-two-boxes": Shape(ragged=True, lengths_q=(70, 1), lengths_kv=(0, 90), dims=(80, 96)),
+    "padded": Shape(
+        batch=4, seqlen=(150, 131), lengths_q=(67, 0, 5, 150), lengths_kv=(3, 9, 0, 131), bounds=CAUSAL, sink=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_right_in_any_order(name: str) -> None:
+    for seed in range(2):
+        Call(SHAPES[name], seed).run(seed).check()
+
+
+BUGS: dict[str, tuple[Any, str, str]] = {
+    # function, what stands there, what stands there instead
+    "V is not waited for": (forward.consumer, "mbarrier.wait(m.v_full.index(before)", "(lambda *_: None)(m.v_full.index(before)"),
+    "K is not waited for": (forward.consumer, "mbarrier.wait(m.k_full.index(slot), ((done + t)", "(lambda *_: None)(m.k_full.index(slot), ((done + t)"),
+    "Q is not waited for": (forward.consumer, "mbarrier.wait(m.q_full.index(W), tiles & 1)", "pass"),
+    "Q is overwritten": (forward.producer, "mbarrier.wait(m.q_free.index(w), (tiles & 1) ^ 1)", "pass"),
+    "V is freed before its product": (forward.consumer, "x = warpgroup_mma_wait(IN_FLIGHT", "mbarrier.arrive(m.v_free.index(before), count=1); x = warpgroup_mma_wait(IN_FLIGHT"),
+    "wrong phase": (forward.producer, "phase = ((done + t) // STAGES) & 1", "phase = ((done + t) // STAGES + 1) & 1"),
+    "wrong count": (forward.forward_kernel, "mbarrier.init(k_free.index(i), count=CONSUMERS)", "mbarrier.init(k_free.index(i), count=1)"),
+    "S is read before it is there": (forward.consumer, "warpgroup_mma_wait(IN_FLIGHT, deps=[st])", "warpgroup_mma_wait(IN_FLIGHT + 1, deps=[st])"),
+    "no fence before the box leaves": (forward_parts.store_box, "fence_async_shared()", "pass"),
+    "the output is overwritten": (forward.consumer, "tma.store_wait(0)\n                        cta_barrier()", "pass"),
+    "no rescale": (forward.consumer, "o = o * gl.expand_dims(gl.convert_layout(alpha", "o = o * 1.0 * gl.expand_dims(gl.convert_layout(alpha * 0 + 1"),
+    "unseen values are not cleared": (forward_parts.load_seen_v, "clear_rows(m.v.index(slot), seen, ROWS, D)", "pass"),
+}  # fmt: skip
+
+
+def mutant(function: Any, there: str, instead: str) -> types.FunctionType:
+    """The function with one place of its source changed."""
+    source = inspect.getsource(function.fn)
+    source = source[source.index("def ") :]
+    assert source.count(there) >= 1, f"{there!r} is not in {function.fn.__name__}"
+    namespace: dict[str, Any] = dict(function.fn.__globals__)
+    exec(compile(source.replace(there, instead, 1), "mutant", "exec"), namespace)
+    return namespace[function.fn.__name__]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, there, instead = BUGS[bug]
+    monkeypatch.setattr(function, "fn", mutant(function, there, instead))
+    ragged = Shape(ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), tail=9)
+    shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged]
+    for seed in range(12):
+        for shape in shapes:
+            try:
+                Call(shape, seed).run(seed, timeout=1.0).check()
+            except (SimError, AssertionError):
+                return
+    pytest.fail(f"nobody noticed: {bug}")
