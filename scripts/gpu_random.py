@@ -99,7 +99,11 @@ def work(job: tuple[int, int, int, tuple[str, ...], float]) -> list[tuple[int, s
         if time.time() > deadline:
             break
         case = draw(random.Random(number), number)
-        results += [(number, name, *attempt(case, name)) for name in backends]
+        for name in backends:
+            verdict, reason = attempt(case, name)
+            results.append((number, name, verdict, reason))
+            if "illegal" in reason or "CUDA error" in reason:  # the process has lost its GPU
+                return results
     return results
 
 
