@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import OFFSET, SEED
 
 import kilat
 from kilat import math
+from kilat.backends.triton.adapt import opaque
+from kilat.backends.triton.arguments import Mask
+from kilat.backends.triton.tiles import row_bounds
 from kilat.reference_parts import philox
 from kilat.scores.user import Score
 from kilat.symbolic import evaluate
@@ -120,3 +125,24 @@ def test_lengths_change_no_spec() -> None:
     for case in (base, Case("two", seqlen=(17, 200), mask="window_left", scores="all"), base):
         specs.add(repr(adapt(*build(case).core()).spec))
     assert len(specs) == 2  # window_left has no right bound
+
+
+@triton.jit
+def bounds_before_the_first(mask, to, spec: tl.constexpr):
+    zero = tl.program_id(0) * 0
+    start, stop = row_bounds(mask, None, zero - 1, (zero, zero, zero, zero, zero + 9), spec, 0)
+    tl.store(to, start)
+    tl.store(to + 1, stop)
+
+
+class OneInterval:
+    """All that `row_bounds` reads of a Spec."""
+
+    intervals = 1
+
+
+def test_the_last_query_of_an_empty_sequence_reads_no_bounds() -> None:
+    """Its number is -1, and what lies before the table is nobody's: a range of keys made of it could lead anywhere."""
+    before, to = torch.full((8,), 999, dtype=torch.int32), torch.full((2,), -5, dtype=torch.int32)
+    bounds_before_the_first[(1,)](Mask(before[4:], opaque(0), opaque(2), (), ()), to, OneInterval())
+    assert to.tolist() == [0, 0]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kilat.backends.triton import bounds, expressions
 from kilat.backends.triton.arguments import (
+    OPAQUE,
     Arguments,
     Dropout,
     Mask,
@@ -142,15 +143,15 @@ def _numbers(problem: Problem, found: Affine) -> Numbers:
     return Numbers(
         scale=problem.scale,
         softcap=next((s.cap for s in problem.scores if isinstance(s, Softcap)), 0.0),
-        left=min(found.left, longest),
-        right=min(found.right, longest),
-        right_top_left=min(found.right_top_left, longest),
-        threshold=_signed(threshold),
+        left=opaque(min(found.left, longest)),
+        right=opaque(min(found.right, longest)),
+        right_top_left=opaque(min(found.right_top_left, longest)),
+        threshold=opaque(_signed(threshold)),
         keep_scale=1.0 / keep_share if keep_share > 0.0 else 0.0,
-        seed_low=0,
-        seed_high=0,
-        offset_low=0,
-        offset_high=0,
+        seed_low=opaque(0),
+        seed_high=opaque(0),
+        offset_low=opaque(0),
+        offset_high=opaque(0),
         unit=abs(problem.scale) or 1.0 if _scaling(problem) == "p" else 1.0,
         sign=float((problem.scale > 0.0) - (problem.scale < 0.0)),
     )
@@ -163,6 +164,14 @@ def _scaling(problem: Problem) -> Any:
     return "s" if problem.scores else "p"
 
 
+def opaque(value: int) -> int:
+    """A number that kernels read by `tiles.plain`: inside tuples Triton compiles anew for 1 and for multiples of 16.
+
+    Always of 64 bits, odd and not 1, so that no length, seed or number of heads is part of what a kernel is compiled for.
+    """
+    return ((value + OPAQUE) << 4) | 3
+
+
 # ---- what belongs to one call ----------------------------------------------------------------------------------------
 def _sequences(problem: Problem, o: Operands) -> Sequences:
     table = o.page_table
@@ -172,14 +181,14 @@ def _sequences(problem: Problem, o: Operands) -> Sequences:
         len_q=o.seqlens_q,
         len_kv=o.seqlens_kv,
         page_table=table,
-        page_table_batch=0 if table is None else table.stride(0),
-        page_size=problem.page_size,
-        num_pages=0 if table is None else o.k.shape[0],
-        batch=problem.batch,
-        heads_q=problem.num_heads_q,
-        group=problem.group,
-        seqlen_q=problem.seqlen_q,
-        seqlen_kv=problem.seqlen_kv,
+        page_table_batch=opaque(0 if table is None else table.stride(0)),
+        page_size=opaque(problem.page_size),
+        num_pages=opaque(0 if table is None else o.k.shape[0]),
+        batch=opaque(problem.batch),
+        heads_q=opaque(problem.num_heads_q),
+        group=opaque(problem.group),
+        seqlen_q=opaque(problem.seqlen_q),
+        seqlen_kv=opaque(problem.seqlen_kv),
     )
 
 
@@ -188,8 +197,8 @@ def _mask(problem: Problem, o: Operands, static: Static) -> Mask:
     table = _bounds(problem, o) if static.spec.intervals else None
     return Mask(
         bounds=table,
-        bounds_batch=0 if table is None or table.shape[0] == 1 else table.stride(0),
-        bounds_rows=0 if table is None else table.shape[3],
+        bounds_batch=opaque(0 if table is None or table.shape[0] == 1 else table.stride(0)),
+        bounds_rows=opaque(0 if table is None else table.shape[3]),
         dense=tuple(_pairs(tensors[n]) for n in parts.dense),
         predicates=tuple(_tables([tensors[n] for n in part.tensors]) for part in parts.predicates),
     )
@@ -225,7 +234,7 @@ def _scores(problem: Problem, o: Operands) -> Scores:
             bias = _pairs(tensors[0])
         elif isinstance(score, Score):
             users.append(_tables(tensors))
-    return Scores(slopes, slopes_batch, bias, tuple(users))
+    return Scores(slopes, opaque(slopes_batch), bias, tuple(users))
 
 
 def _dropout(problem: Problem, o: Operands) -> Dropout:
@@ -241,7 +250,7 @@ def _words(o: Operands) -> dict[str, int]:
     words: dict[str, int] = {}
     for name, value in (("seed", o.seed), ("offset", o.offset)):
         if isinstance(value, int):
-            words[f"{name}_low"], words[f"{name}_high"] = _signed(value), _signed(value >> 32)
+            words[f"{name}_low"], words[f"{name}_high"] = opaque(_signed(value)), opaque(_signed(value >> 32))
     return words
 
 

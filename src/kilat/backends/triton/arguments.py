@@ -15,6 +15,10 @@ Jitted = Callable[..., Any]
 """A function made by `triton.jit`."""
 
 
+OPAQUE = 1 << 40
+"""What `adapt.opaque` adds to a number before it shifts it."""
+
+
 class Rows(NamedTuple):
     """A tensor of rows: x[b, n, h, :] starts at ptr + b * batch + n * row + h * head; ragged ones have batch = 0."""
 

@@ -13,6 +13,7 @@ from kilat.backends.triton.tiles import (
     dot_nt,
     key_ranges,
     key_span,
+    plain,
     query_span,
     query_tile,
     row_base,
@@ -114,8 +115,8 @@ def bias_kernel(
     h0 = slab % heads
     b0 = slab // heads % batches
     split = slab // heads // batches
-    all_h = tl.where(heads == 1, seqs.heads_q, 1)
-    reached = tl.where(batches == 1, seqs.batch, 1) * all_h  # pairs (b, h) that an entry reaches
+    all_h = tl.where(heads == 1, plain(seqs.heads_q), 1)
+    reached = tl.where(batches == 1, plain(seqs.batch), 1) * all_h  # pairs (b, h) that an entry reaches
     args = (seqs, mask, scores, dropout, numbers)
     tensors = (q, k, v, do, lse, delta)
     acc = tl.full([BLOCK_Q, BLOCK_KV], 0.0, tl.float32)

@@ -13,6 +13,7 @@ from kilat.backends.triton.tiles import (
     key_ranges,
     load_tile,
     page_offsets,
+    plain,
     query_tile,
     row_base,
     row_offsets,
@@ -213,7 +214,7 @@ def forward_kernel(
         at = (b, h, q_first, q_len, kv_len)
         r = tl.arange(0, BLOCK_Q)
         i = i0 + r  # [block_q]
-        h_kv = h // seqs.group
+        h_kv = h // plain(seqs.group)
         q_base = row_base(q, b, q_first + i0, h)
         q_tile = load_tile(q_base, row_offsets(q, r, spec), i < q_len, spec, False, True)
         if spec.scaling == "q":  # float32
@@ -240,7 +241,7 @@ def forward_kernel(
         result = scale_tile(result, tl.where(i < q_len, 1.0, 0.0))
         head = h.to(tl.int64)
         if seqs.cu_q is None:
-            head += b.to(tl.int64) * seqs.heads_q
-        tl.store(lse + head * seqs.seqlen_q + (q_first + i), log_sum, mask=i < rows)
+            head += b.to(tl.int64) * plain(seqs.heads_q)
+        tl.store(lse + head * plain(seqs.seqlen_q) + (q_first + i), log_sum, mask=i < rows)
         out_base = row_base(out, b, q_first + i0, h)
         store_tile(out_base, row_offsets(out, r, spec), i < rows, result, spec, True)

@@ -14,6 +14,12 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def plain(number):
+    """The int32 behind a number that `adapt.opaque` made."""
+    return ((number >> 4) - 1099511627776).to(tl.int32)
+
+
 # ---- sequences -------------------------------------------------------------------------------------------------------
 @triton.jit
 def clamp(x, low, high):
@@ -42,14 +48,14 @@ def span(offsets, lengths, b, batch, rows):
 @triton.jit
 def query_span(seqs, b):
     """(first row, length) of sequence b's queries; see `span`."""
-    first, length = span(seqs.cu_q, seqs.len_q, b, seqs.batch, seqs.seqlen_q)
+    first, length = span(seqs.cu_q, seqs.len_q, b, plain(seqs.batch), plain(seqs.seqlen_q))
     return first, length
 
 
 @triton.jit
 def key_span(seqs, b):
     """(first row, length) of sequence b's keys."""
-    first, length = span(seqs.cu_kv, seqs.len_kv, b, seqs.batch, seqs.seqlen_kv)
+    first, length = span(seqs.cu_kv, seqs.len_kv, b, plain(seqs.batch), plain(seqs.seqlen_kv))
     return first, length
 
 
@@ -81,19 +87,19 @@ def query_tile(seqs, BLOCK: tl.constexpr):
     """
     pid = tl.program_id(0)
     if seqs.cu_q is not None:
-        tiles = seqs.seqlen_q // BLOCK + seqs.batch + 1
+        tiles = plain(seqs.seqlen_q) // BLOCK + plain(seqs.batch) + 1
         h = pid // tiles
-        b, tile = find_tile(seqs.cu_q, seqs.batch, tiles - 1 - pid % tiles, BLOCK)
+        b, tile = find_tile(seqs.cu_q, plain(seqs.batch), tiles - 1 - pid % tiles, BLOCK)
         q_first, q_len = query_span(seqs, b)
-        rows = tl.where(b < seqs.batch, q_len, seqs.seqlen_q - q_first)
+        rows = tl.where(b < plain(seqs.batch), q_len, plain(seqs.seqlen_q) - q_first)
     else:
-        tiles = (seqs.seqlen_q + BLOCK - 1) // BLOCK
+        tiles = (plain(seqs.seqlen_q) + BLOCK - 1) // BLOCK
         head = pid // tiles
-        h = head % seqs.heads_q
-        b = head // seqs.heads_q
+        h = head % plain(seqs.heads_q)
+        b = head // plain(seqs.heads_q)
         tile = tiles - 1 - pid % tiles
         q_first, q_len = query_span(seqs, b)
-        rows = q_len * 0 + seqs.seqlen_q
+        rows = q_len * 0 + plain(seqs.seqlen_q)
     kv_first, kv_len = key_span(seqs, b)
     return b, h, tile * BLOCK, q_first, q_len, rows, kv_first, kv_len
 
@@ -117,9 +123,9 @@ def row_offsets(x, r, spec: tl.constexpr):
 @triton.jit
 def page_offsets(x, seqs, b, j, live):
     """Elements from the tensor's start to the rows of keys j in pages; keys that are not live lie anywhere inside."""
-    entry = seqs.page_table + b.to(tl.int64) * seqs.page_table_batch + j // seqs.page_size
-    page = clamp(tl.load(entry, mask=live, other=0), 0, seqs.num_pages - 1)
-    return page.to(tl.int64) * x.batch + (j % seqs.page_size).to(tl.int64) * x.row
+    entry = seqs.page_table + b.to(tl.int64) * plain(seqs.page_table_batch) + j // plain(seqs.page_size)
+    page = clamp(tl.load(entry, mask=live, other=0), 0, plain(seqs.num_pages) - 1)
+    return page.to(tl.int64) * x.batch + (j % plain(seqs.page_size)).to(tl.int64) * x.row
 
 
 @triton.jit
@@ -216,16 +222,17 @@ def row_bounds(mask, numbers, i, at, spec: tl.constexpr, N: tl.constexpr):
         start = i * 0
         stop = start + kv_len
         if spec.left:
-            start = tl.maximum(q_pos - numbers.left, 0)
+            start = tl.maximum(q_pos - plain(numbers.left), 0)
         if spec.right:
-            stop = tl.minimum(q_pos + numbers.right + 1, stop)
+            stop = tl.minimum(q_pos + plain(numbers.right) + 1, stop)
         if spec.right_top_left:
-            stop = tl.minimum(i + numbers.right_top_left + 1, stop)
+            stop = tl.minimum(i + plain(numbers.right_top_left) + 1, stop)
     else:
-        where = mask.bounds + b.to(tl.int64) * mask.bounds_batch + (q_first + i)
-        where += tl.cast(2 * N, tl.int64) * mask.bounds_rows
-        start = tl.load(where, mask=i < q_len, other=0)
-        stop = tl.load(where + mask.bounds_rows, mask=i < q_len, other=0)
+        where = mask.bounds + b.to(tl.int64) * plain(mask.bounds_batch) + (q_first + i)
+        where += tl.cast(2 * N, tl.int64) * plain(mask.bounds_rows)
+        live = (i >= 0) & (i < q_len)  # the last query of an empty sequence is -1
+        start = tl.load(where, mask=live, other=0)
+        stop = tl.load(where + plain(mask.bounds_rows), mask=live, other=0)
     return start, stop
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kilat.backends.triton.tiles import clamp, find_tile, key_span, query_span
+from kilat.backends.triton.tiles import clamp, find_tile, key_span, plain, query_span
 from kilat.backends.triton.tiles_scores import kept, modify_scores, score_gradient
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,21 +20,21 @@ def key_tile(seqs, BLOCK: tl.constexpr):
     Grid: `backward_launch.key_tiles`. Rows j0 to j0 + BLOCK below `rows` are the program's to write, see `query_tile`.
     """
     pid = tl.program_id(0)
-    heads = seqs.heads_q // seqs.group
+    heads = plain(seqs.heads_q) // plain(seqs.group)
     if seqs.cu_kv is not None:
-        tiles = seqs.seqlen_kv // BLOCK + seqs.batch + 1
+        tiles = plain(seqs.seqlen_kv) // BLOCK + plain(seqs.batch) + 1
         h = pid // tiles
-        b, tile = find_tile(seqs.cu_kv, seqs.batch, pid % tiles, BLOCK)
+        b, tile = find_tile(seqs.cu_kv, plain(seqs.batch), pid % tiles, BLOCK)
         kv_first, kv_len = key_span(seqs, b)
-        rows = tl.where(b < seqs.batch, kv_len, seqs.seqlen_kv - kv_first)
+        rows = tl.where(b < plain(seqs.batch), kv_len, plain(seqs.seqlen_kv) - kv_first)
     else:
-        tiles = (seqs.seqlen_kv + BLOCK - 1) // BLOCK
+        tiles = (plain(seqs.seqlen_kv) + BLOCK - 1) // BLOCK
         head = pid // tiles
         h = head % heads
         b = head // heads
         tile = pid % tiles
         kv_first, kv_len = key_span(seqs, b)
-        rows = kv_len * 0 + seqs.seqlen_kv
+        rows = kv_len * 0 + plain(seqs.seqlen_kv)
     q_first, q_len = query_span(seqs, b)
     return b, h, tile * BLOCK, kv_first, kv_len, rows, q_first, q_len
 
@@ -69,18 +69,18 @@ def query_ranges(mask, numbers, j_first, j_last, at, spec: tl.constexpr, N: tl.c
         full_stop = q_len
         visit_stop = q_len
         if spec.left:
-            full_stop = tl.minimum(j_first - offset + numbers.left + 1, full_stop)
-            visit_stop = tl.minimum(j_last - offset + numbers.left + 1, visit_stop)
+            full_stop = tl.minimum(j_first - offset + plain(numbers.left) + 1, full_stop)
+            visit_stop = tl.minimum(j_last - offset + plain(numbers.left) + 1, visit_stop)
         if spec.right:
-            visit_start = tl.maximum(j_first - offset - numbers.right, visit_start)
-            full_start = tl.maximum(j_last - offset - numbers.right, full_start)
+            visit_start = tl.maximum(j_first - offset - plain(numbers.right), visit_start)
+            full_start = tl.maximum(j_last - offset - plain(numbers.right), full_start)
         if spec.right_top_left:
-            visit_start = tl.maximum(j_first - numbers.right_top_left, visit_start)
-            full_start = tl.maximum(j_last - numbers.right_top_left, full_start)
+            visit_start = tl.maximum(j_first - plain(numbers.right_top_left), visit_start)
+            full_start = tl.maximum(j_last - plain(numbers.right_top_left), full_start)
     else:
-        starts = mask.bounds + b.to(tl.int64) * mask.bounds_batch + q_first
-        starts += tl.cast(2 * N, tl.int64) * mask.bounds_rows
-        stops = starts + mask.bounds_rows
+        starts = mask.bounds + b.to(tl.int64) * plain(mask.bounds_batch) + q_first
+        starts += tl.cast(2 * N, tl.int64) * plain(mask.bounds_rows)
+        stops = starts + plain(mask.bounds_rows)
         visit_start = count_below(stops, q_len, j_first + 1)
         full_start = count_below(stops, q_len, j_last + 1)
         full_stop = count_below(starts, q_len, j_first + 1)
@@ -216,8 +216,8 @@ def load_row_values(values, b, h, q_first, i, live, seqs, other):
     """values[b, h, i] of float32 [batch, heads, seqlen_q], or [heads, total_q] at q_first + i."""
     head = h.to(tl.int64)
     if seqs.cu_q is None:
-        head += b.to(tl.int64) * seqs.heads_q
-    return tl.load(values + head * seqs.seqlen_q + (q_first + i), mask=live, other=other)
+        head += b.to(tl.int64) * plain(seqs.heads_q)
+    return tl.load(values + head * plain(seqs.seqlen_q) + (q_first + i), mask=live, other=other)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kilat.backends.triton.tiles import load_pairs
+from kilat.backends.triton.tiles import load_pairs, plain
 from kilat.backends.triton.tiles_user import tanh
 
 
@@ -19,7 +19,7 @@ def modify_scores(s, scores, numbers, i, j, at, spec: tl.constexpr, USERS: tl.co
     if spec.softcap:
         s = numbers.softcap * tanh(s / numbers.softcap)
     if scores.slopes is not None:
-        slope = tl.load(scores.slopes + b.to(tl.int64) * scores.slopes_batch + h).to(tl.float32)
+        slope = tl.load(scores.slopes + b.to(tl.int64) * plain(scores.slopes_batch) + h).to(tl.float32)
         s = s - slope * tl.abs(q_pos - j).to(tl.float32)
     if scores.bias is not None:
         s = s + load_pairs(scores.bias, i, j, at, spec, 0.0).to(tl.float32)
@@ -79,19 +79,19 @@ def kept(dropout, numbers, i, j0, at, seqs, spec: tl.constexpr, BLOCK_KV: tl.con
         j = j0 + tl.arange(0, BLOCK_KV)[None, :]
         return load_pairs(dropout.keep, i, j, at, spec, 0) != 0
     else:
-        seed_low, seed_high = load_word(dropout.seed, numbers.seed_low, numbers.seed_high)
-        offset_low, offset_high = load_word(dropout.offset, numbers.offset_low, numbers.offset_high)
+        seed_low, seed_high = load_word(dropout.seed, plain(numbers.seed_low), plain(numbers.seed_high))
+        offset_low, offset_high = load_word(dropout.offset, plain(numbers.offset_low), plain(numbers.offset_high))
         k0 = seed_low
         k1 = seed_high ^ offset_high
         fours = (j0 // 4 + tl.arange(0, BLOCK_KV // 4))[None, :]
         zero = (i * 0 + fours * 0).to(tl.uint32)  # [block_q, BLOCK_KV / 4]
         c0 = zero + fours.to(tl.uint32)
         c1 = zero + i.to(tl.uint32)
-        c2 = zero + (b * seqs.heads_q + h).to(tl.uint32)
+        c2 = zero + (b * plain(seqs.heads_q) + h).to(tl.uint32)
         c3 = zero + offset_low
         for _ in tl.static_range(10):
             c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
             k0 = k0 + 0x9E3779B9
             k1 = k1 + 0xBB67AE85
         words = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # [block_q, BLOCK_KV]
-        return words >= numbers.threshold.to(tl.uint32, bitcast=True)
+        return words >= plain(numbers.threshold).to(tl.uint32, bitcast=True)
