@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from cases import Case
 from helpers import build
-from offline import compiling, measured
+from offline import ARCHITECTURES, compiling, measured
 
 from kilat.backends.triton import BACKEND
 
@@ -28,11 +29,43 @@ FORWARD = {
 """Forward configurations."""
 
 
+BACKWARD = {
+    "backward d64 causal": FORWARD["d64 causal"],
+    "backward d128 full": FORWARD["d128 full"],
+    "backward d256 window": FORWARD["d256 window"],
+    "backward d128 float32": FORWARD["d128 float32"],
+    "backward d128 bias keep": FORWARD["d128 bias keep"],
+    "backward d64 table": Case(
+        "table", seqlen=(256, 256), head_dim=64, dtype="bfloat16", mask="window_first", scores="score_tensor"
+    ),
+}
+"""Backward configurations; the gradients of everything that has one."""
+
+EVERYWHERE = ("backward d64 causal", "backward d128 full")
+"""Backward configurations for all architectures; the others compile slowly, and only for `FEW_ARCHITECTURES`."""
+
+FEW_ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
+
+PAIRS = [
+    (name, architecture)
+    for name in (*FORWARD, *BACKWARD)
+    for architecture in (ARCHITECTURES if name in (*FORWARD, *EVERYWHERE) else FEW_ARCHITECTURES)
+]
+"""Everything that is compiled."""
+
+
 def results(name: str, architecture: str) -> dict[str, dict[str, int]]:
-    """By kernel: registers, spills, shared memory and matrix instructions of a configuration's forward."""
-    problem, op = build(FORWARD[name]).core()
+    """By kernel: registers, spills, shared memory and matrix instructions of a configuration."""
+    case = FORWARD.get(name) or BACKWARD[name]
+    call = build(case)
+    problem, op = call.core()
     with compiling(architecture) as kernels:
-        BACKEND.forward(problem, op)
+        if name in FORWARD:
+            BACKEND.forward(problem, op)
+        else:
+            assert call.dout is not None
+            problem = replace(problem, needs_grad=True, grad_of=frozenset(("q", "k", "v", "bias", "score_tensors")))
+            BACKEND.backward(problem, op, *tensors(problem, op), call.dout, None)
     return {kernel: measured(made, architecture) for kernel, made in kernels.items()}
 
 

@@ -1,6 +1,7 @@
 """Write budgets.json: what the configurations take, the largest of this run and the table as it stands.
 
-python tests/compiled/measure.py [--anew]: run it under each Triton that is supported; --anew forgets the table first.
+python tests/compiled/measure.py [--anew] [text]: run it under each Triton that is supported; --anew forgets the table
+first; text: only configurations whose name holds it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ TABLE = Path(__file__).with_name("budgets.json")
 
 def main() -> None:
     """Measure every configuration on every architecture."""
-    from configurations import FORWARD, results
-    from offline import ARCHITECTURES
+    from configurations import PAIRS, results
 
     table: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
     if "--anew" not in sys.argv and TABLE.exists():
         table = json.loads(TABLE.read_text())
-    for name in FORWARD:
-        for architecture in ARCHITECTURES:
-            for kernel, found in results(name, architecture).items():
-                known = table.setdefault(architecture, {}).setdefault(name, {}).setdefault(kernel, found)
-                for key, value in found.items():  # matrix instructions are a floor, all else is a ceiling
-                    known[key] = (min if key == "matrix" else max)(known[key], value)
-                print(architecture, name, kernel, found, flush=True)
+    texts = [text for text in sys.argv[1:] if not text.startswith("--")]
+    for name, architecture in PAIRS:
+        if not all(text in name for text in texts):
+            continue
+        for kernel, found in results(name, architecture).items():
+            known = table.setdefault(architecture, {}).setdefault(name, {}).setdefault(kernel, found)
+            for key, value in found.items():  # matrix instructions are a floor, all else is a ceiling
+                known[key] = (min if key == "matrix" else max)(known[key], value)
+            print(architecture, name, kernel, found, flush=True)
     TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 

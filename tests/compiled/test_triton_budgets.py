@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import FORWARD, results
-from offline import ARCHITECTURES, SHARED_MEMORY
+from configurations import PAIRS, results
+from offline import SHARED_MEMORY
 
 BUDGETS: dict[str, Any] = json.loads(Path(__file__).with_name("budgets.json").read_text())
 
@@ -18,8 +18,7 @@ MORE_REGISTERS = 16
 MORE_SPILLED = 64
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize(("name", "architecture"), PAIRS)
 def test_within_budget(name: str, architecture: str) -> None:
     for kernel, found in results(name, architecture).items():
         budget = BUDGETS[architecture][name][kernel]
@@ -27,5 +26,5 @@ def test_within_budget(name: str, architecture: str) -> None:
         assert found["spilled"] <= budget["spilled"] + MORE_SPILLED
         assert found["shared"] <= budget["shared"]
         assert found["shared"] <= SHARED_MEMORY[architecture] * 1024
-        if "float32" not in name:
+        if "float32" not in name and kernel != "delta_kernel":  # sums of products by rows
             assert found["matrix"] > 0, "the products do not run on the matrix units"

@@ -54,7 +54,7 @@ def scores_config(args: Arguments, itemsize: int, capability: tuple[int, int] | 
     if itemsize == 4:
         return _float32(dim)
     if dim <= 128:
-        return Config(64, 64, 8, 1)
+        return Config(64, 64, 8, 1) if large else Config(32, 32, 4, 1)
     if dim <= 256:
         return Config(64, 64, 8, 1) if large else Config(32, 32, 8, 1)
     return Config(32, 32, 8, 1) if large else Config(16, 16, 8, 1)
