@@ -211,12 +211,17 @@ class Copies:
         with self.sim.lock:
             self._check(src)
             pending[0] += 1
-            self.sim.submit(leave)
+            if self.sim.rng.random() < 0.5:
+                self.sim.submit(leave)
+            else:  # so late that only `store_wait` brings it on its way
+                self.local.__dict__.setdefault("held", []).append(leave)
 
     def store_wait(self, pendings: int = 0) -> None:
         """Until at most `pendings` of this partition's stores have not read their source."""
-        pending = self.local.__dict__.setdefault("pending", [0])
+        pending, held = self.local.__dict__.setdefault("pending", [0]), self.local.__dict__.setdefault("held", [])
         with self.sim.lock:
+            while held:
+                self.sim.submit(held.pop())
             self.sim.wait_until(lambda: pending[0] <= pendings, "TMA stores")
 
     @staticmethod

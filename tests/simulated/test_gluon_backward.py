@@ -76,7 +76,8 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
     "ds-arrives-early": (
         WIDE, backward_wide.consume_wide,
         "            r.ds.index(slot * 2 + W).store(ds_half)\n",
-        "            mbarrier.arrive(r.ds_full.index(slot), count=1)\n            r.ds.index(slot * 2 + W).store(ds_half)\n"),
+        ("            mbarrier.arrive(r.ds_full.index(slot), count=1)\n"
+        "            r.ds.index(slot * 2 + W).store(ds_half)\n")),
     "no-fence": (
         WIDE, backward_wide.consume_wide,
         "r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()",

@@ -36,9 +36,13 @@ SHAPES = {
     "through-q": Shape(seqlen=(300, 300), bounds=CAUSAL, staging=2, heads=(2, 2)),
     "from-registers": Shape(seqlen=(130, 70), dims=(96, 96), staging=0),
     "ragged": Shape(
-        ragged=True, lengths_q=(5, 0, 130, 64), lengths_kv=(5, 70, 20, 200), tail=3, heads=(2, 1), bounds=CAUSAL, sink=True
+        ragged=True, lengths_q=(5, 0, 130, 64), lengths_kv=(5, 70, 20, 200), tail=3, heads=(2, 1), bounds=CAUSAL,
+        sink=True,
     ),
     "ragged-two-boxes": Shape(ragged=True, lengths_q=(70, 1), lengths_kv=(0, 90), dims=(80, 96)),
+    "sick-neighbour": Shape(
+        ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), sick=True, bounds=CAUSAL
+    ),
     "padded": Shape(
         batch=4, seqlen=(150, 131), lengths_q=(67, 0, 5, 150), lengths_kv=(3, 9, 0, 131), bounds=CAUSAL, sink=True
     ),
@@ -53,18 +57,67 @@ def test_right_in_any_order(name: str) -> None:
 
 BUGS: dict[str, tuple[Any, str, str]] = {
     # function, what stands there, what stands there instead
-    "V is not waited for": (forward.consumer, "mbarrier.wait(m.v_full.index(before)", "(lambda *_: None)(m.v_full.index(before)"),
-    "K is not waited for": (forward.consumer, "mbarrier.wait(m.k_full.index(slot), ((done + t)", "(lambda *_: None)(m.k_full.index(slot), ((done + t)"),
-    "Q is not waited for": (forward.consumer, "mbarrier.wait(m.q_full.index(W), tiles & 1)", "pass"),
-    "Q is overwritten": (forward.producer, "mbarrier.wait(m.q_free.index(w), (tiles & 1) ^ 1)", "pass"),
-    "V is freed before its product": (forward.consumer, "x = warpgroup_mma_wait(IN_FLIGHT", "mbarrier.arrive(m.v_free.index(before), count=1); x = warpgroup_mma_wait(IN_FLIGHT"),
-    "wrong phase": (forward.producer, "phase = ((done + t) // STAGES) & 1", "phase = ((done + t) // STAGES + 1) & 1"),
-    "wrong count": (forward.forward_kernel, "mbarrier.init(k_free.index(i), count=CONSUMERS)", "mbarrier.init(k_free.index(i), count=1)"),
-    "S is read before it is there": (forward.consumer, "warpgroup_mma_wait(IN_FLIGHT, deps=[st])", "warpgroup_mma_wait(IN_FLIGHT + 1, deps=[st])"),
-    "no fence before the box leaves": (forward_parts.store_box, "fence_async_shared()", "pass"),
-    "the output is overwritten": (forward.consumer, "tma.store_wait(0)\n                        cta_barrier()", "pass"),
-    "no rescale": (forward.consumer, "o = o * gl.expand_dims(gl.convert_layout(alpha", "o = o * 1.0 * gl.expand_dims(gl.convert_layout(alpha * 0 + 1"),
-    "unseen values are not cleared": (forward_parts.load_seen_v, "clear_rows(m.v.index(slot), seen, ROWS, D)", "pass"),
+    "V is not waited for": (
+        forward.consumer,
+        "mbarrier.wait(m.v_full.index(before)",
+        "(lambda *_: None)(m.v_full.index(before)",
+    ),
+    "K is not waited for": (
+        forward.consumer,
+        "mbarrier.wait(m.k_full.index(slot), ((done + t)",
+        "(lambda *_: None)(m.k_full.index(slot), ((done + t)",
+    ),
+    "Q is not waited for": (
+        forward.consumer,
+        "mbarrier.wait(m.q_full.index(W), tiles & 1)",
+        "pass",
+    ),
+    "Q is overwritten": (
+        forward.producer,
+        "mbarrier.wait(m.q_free.index(w), (tiles & 1) ^ 1)",
+        "pass",
+    ),
+    "V is freed before its product": (
+        forward.consumer,
+        "x = warpgroup_mma_wait(IN_FLIGHT",
+        ("mbarrier.arrive(m.v_free.index(before), count=1); "
+        "x = warpgroup_mma_wait(IN_FLIGHT"),
+    ),
+    "wrong phase": (
+        forward.producer,
+        "phase = ((done + t) // STAGES) & 1",
+        "phase = ((done + t) // STAGES + 1) & 1",
+    ),
+    "wrong count": (
+        forward.forward_kernel,
+        "mbarrier.init(k_free.index(i), count=CONSUMERS)",
+        "mbarrier.init(k_free.index(i), count=1)",
+    ),
+    "S is read before it is there": (
+        forward.consumer,
+        "warpgroup_mma_wait(IN_FLIGHT, deps=[st])",
+        "warpgroup_mma_wait(IN_FLIGHT + 1, deps=[st])",
+    ),
+    "no fence before the box leaves": (
+        forward_parts.store_box,
+        "fence_async_shared()",
+        "pass",
+    ),
+    "the output is overwritten": (
+        forward.consumer,
+        "tma.store_wait(0)\n                        cta_barrier()",
+        "pass",
+    ),
+    "no rescale": (
+        forward.consumer,
+        "o = o * gl.expand_dims(gl.convert_layout(alpha",
+        "o = o * 1.0 * gl.expand_dims(gl.convert_layout(alpha * 0 + 1",
+    ),
+    "unseen values are not cleared": (
+        forward_parts.load_seen_v,
+        "clear_rows(m.v.index(slot), seen, ROWS, D)",
+        "pass",
+    ),
 }  # fmt: skip
 
 
@@ -82,7 +135,7 @@ def mutant(function: Any, there: str, instead: str) -> types.FunctionType:
 def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, there, instead = BUGS[bug]
     monkeypatch.setattr(function, "fn", mutant(function, there, instead))
-    ragged = Shape(ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), tail=9)
+    ragged = Shape(ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), tail=9, sick=True)
     shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged]
     for seed in range(12):
         for shape in shapes:

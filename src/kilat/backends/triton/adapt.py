@@ -167,7 +167,7 @@ def _scaling(problem: Problem) -> Any:
 def opaque(value: int) -> int:
     """A number that kernels read by `tiles.plain`: inside tuples Triton compiles anew for 1 and for multiples of 16.
 
-    Always of 64 bits, odd and not 1, so that no length, seed or number of heads is part of what a kernel is compiled for.
+    Always of 64 bits, odd and not 1: no length, seed or number of heads is part of what a kernel is compiled for.
     """
     return ((value + OPAQUE) << 4) | 3
 
