@@ -216,3 +216,8 @@ def test_provenance_names_versions_and_machine() -> None:
     assert {"python", "kilat", "torch", "numpy", "llvmlite"} == set(machine.versions())
     assert str(found["command"]).startswith("kilat")
     assert json.dumps(found)
+
+
+def test_a_recorded_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["kilat", "bench", "--json", "/somebody/private/x.json", "--shape", "1,2,3,4"])
+    assert machine.provenance()["command"] == "kilat bench --json x.json --shape 1,2,3,4"

@@ -14,7 +14,7 @@ import torch
 from kilat.bench.cells import Cell
 from kilat.bench.gpu_timing import Cost, Device, cost_of, extra_bytes, host_seconds, sustain, take_turns
 from kilat.bench.h200 import SUSTAINED, why_left_out
-from kilat.bench.machine import gpu, gpu_versions, provenance
+from kilat.bench.machine import gpu, gpu_versions, provenance, without_folder
 from kilat.bench.run import OURS, Makers, Row, prepare, report
 
 MATMUL_SIZE = 8192
@@ -201,6 +201,8 @@ def merge(paths: Sequence[Path], cells: Sequence[Cell], suite: str) -> dict[str,
     that none of them has are listed under `missing`.
     """
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for document in documents:
+        document["command"] = " ".join(map(without_folder, document["command"].split()))
     if not documents:
         raise ValueError("merge must be given at least one file; got none")
     for path, document in zip(paths, documents, strict=True):

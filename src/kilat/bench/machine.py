@@ -94,6 +94,11 @@ def revision() -> dict[str, object] | None:
     return {"commit": commit, "dirty": bool(changed)}
 
 
+def without_folder(word: str) -> str:
+    """An absolute path as its last part alone: where a machine keeps its files is nobody's business."""
+    return Path(word).name if word.startswith("/") else word
+
+
 def _program() -> list[str]:
     """How the running program is called: `kilat`, or a script of this repository by its path in it."""
     script = Path(sys.argv[0])
@@ -105,7 +110,7 @@ def _program() -> list[str]:
 def provenance() -> dict[str, object]:
     """Return command, date, versions, device and revision: everything that a result needs beside its numbers."""
     return {
-        "command": " ".join([*_program(), *sys.argv[1:]]),
+        "command": " ".join([*_program(), *map(without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "device": device(),
