@@ -75,9 +75,8 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         WIDE, backward_wide.consume_wide, "phase = (t // 2) & 1", "phase = ((t + 1) // 2) & 1"),
     "ds-arrives-early": (
         WIDE, backward_wide.consume_wide,
-        "            r.ds.index(slot * 2 + W).store(ds_half)\n",
-        ("            mbarrier.arrive(r.ds_full.index(slot), count=1)\n"
-        "            r.ds.index(slot * 2 + W).store(ds_half)\n")),
+        "r.ds.index(slot * 2 + W).store(ds_half)",
+        "mbarrier.arrive(r.ds_full.index(slot), count=1); r.ds.index(slot * 2 + W).store(ds_half)"),
     "no-fence": (
         WIDE, backward_wide.consume_wide,
         "r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()",

@@ -1,0 +1,78 @@
+"""The kernels before and after the Hopper backward, in Triton's interpreter (they are plain Triton)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a process of its own", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+import numpy as np
+import torch
+from simulated import backward_harness as harness
+from simulated.backward_harness import LOG2E, Setting
+
+from kilat import reference
+from kilat.backends.gluon import backward_launch
+
+SETTINGS = {
+    "wide": Setting(70, 30, batch=2, heads=(4, 2), dim=96),
+    "narrow": Setting(200, 30, dim=40),
+    "ragged": Setting(dim=64, ragged=((5, 63, 0, 200), (5, 170, 20, 0)), heads=(2, 1)),
+    "padded": Setting(67, 131, batch=4, padded=((67, 0, 5, 33), (3, 9, 0, 131)), heads=(2, 1)),
+}
+
+
+def _call(s: Setting) -> tuple[Any, Any, Any, Any, Any]:
+    x = harness.tensors(s, 0)
+    problem, operands = harness.problem(s, x)
+    out, lse = reference.forward(problem, operands)
+    do = torch.from_numpy(x["do"][0] if s.ragged else x["do"])
+    return problem, operands, out, lse, do
+
+
+def _sequences(s: Setting, problem: Any) -> Any:
+    plan = backward_launch.plan_of(problem)
+    return harness._rows(s, problem, plan.tiles, plan.block_q)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_prepare(name: str) -> None:
+    """lse in log2 units, +inf where a row sees nothing or is none; delta - dlse; the accumulator cleared."""
+    s = SETTINGS[name]
+    problem, operands, out, lse, do = _call(s)
+    dlse, plan = torch.randn(lse.shape), backward_launch.plan_of(problem)
+    rows = torch.full((2, plan.all_tiles, 64), 7.0)
+    pieces = torch.full((plan.all_tiles * (plan.width // 64) * 32, 128), torch.nan)
+    backward_launch._prepare(problem, operands, (out, lse, do, dlse), (rows, pieces))
+    want = torch.stack((torch.full((plan.all_tiles * 64,), torch.inf), torch.zeros(plan.all_tiles * 64)))
+    for b, h, start, n, tile in _sequences(s, problem):
+        at = (h, slice(start, start + n)) if s.ragged else (b, h, slice(n))
+        o, g = ((t if s.ragged else t[b])[start : start + n, h] for t in (out, do))
+        seen = lse[at] > -torch.inf
+        want[0, tile * 64 : tile * 64 + n] = torch.where(seen, lse[at] * LOG2E, torch.inf)
+        want[1, tile * 64 : tile * 64 + n] = torch.where(seen, (o * g).sum(-1) - dlse[at], 0.0)
+    torch.testing.assert_close(rows.view(2, -1), want, rtol=1e-5, atol=1e-5)
+    assert (pieces == 0).all()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_finish(name: str) -> None:
+    """dQ = scale times the accumulator, taken out of fragment order."""
+    s = SETTINGS[name]
+    problem, operands, *_ = _call(s)
+    plan = backward_launch.plan_of(problem)
+    pieces = torch.randn(plan.all_tiles * (plan.width // 64) * 32, 128)
+    dq = torch.zeros(operands.q.shape)
+    numbers = (problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim, problem.scale)
+    given = (pieces, dq, operands.cu_seqlens_q, operands.seqlens_q)
+    programs = plan.all_tiles // (plan.block_q // 64)
+    plan.launch(backward_launch.finish_kernel, programs, given, numbers, (plan.block_q, plan.width))
+    rows, want = harness.unfragmented(pieces.numpy(), plan.width)[:, : s.dim] * s.scale, np.zeros(dq.shape, np.float32)
+    for b, h, start, n, tile in _sequences(s, problem):
+        (want if s.ragged else want[b])[start : start + n, h] = rows[tile * 64 : tile * 64 + n]
+    np.testing.assert_allclose(dq.numpy(), want, rtol=1e-6)
