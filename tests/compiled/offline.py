@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,8 +102,8 @@ def _largest(pattern: str, text: str) -> int:
 
 def _resources(cubin: bytes) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = Path(os.environ["TRITON_CACHE_DIR"]) / "measured.cubin"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(cubin)
-    done = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "measured.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

@@ -186,7 +186,7 @@ def _sequences(problem: Problem, o: Operands) -> Sequences:
         num_pages=opaque(0 if table is None else o.k.shape[0]),
         batch=opaque(problem.batch),
         heads_q=opaque(problem.num_heads_q),
-        group=opaque(problem.group),
+        group=problem.group,
         seqlen_q=opaque(problem.seqlen_q),
         seqlen_kv=opaque(problem.seqlen_kv),
     )

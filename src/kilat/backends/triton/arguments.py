@@ -49,7 +49,7 @@ class Table(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where sequences lie; never specialised on values."""
+    """Where sequences lie; numbers are `opaque`, but for the group: a kernel without a loop over it spills less."""
 
     cu_q: Any  # int32 [batch + 1] or None
     cu_kv: Any
@@ -67,7 +67,7 @@ class Sequences(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Run-time numbers; never specialised on values."""
+    """Run-time numbers; integers are `opaque`."""
 
     scale: Any
     softcap: Any

@@ -220,8 +220,8 @@ def keys_kernel(
         state = (zero_tile(BLOCK_KV, spec, False), zero_tile(BLOCK_KV, spec, True))
         WANTED: tl.constexpr = (dk is not None, dv is not None)
         if j0 < kv_len:
-            for g in tl.range(0, plain(seqs.group)):
-                h = h_kv * plain(seqs.group) + g
+            for g in tl.range(0, seqs.group):
+                h = h_kv * seqs.group + g
                 at = (b, h, q_first, q_len, kv_len)
                 queries = (q, do, row_base(q, b, q_first, h), row_base(do, b, q_first, h), lse, delta)
                 keys = (k_tile, v_tile, j0)
@@ -339,7 +339,7 @@ def queries_kernel(
         log_sum, delta_row = load_statistics(lse, delta, i0 + r, live, at, seqs)  # [block_q]
         acc = zero_tile(BLOCK_Q, spec, False)
         if i0 < q_len:
-            h_kv = h // plain(seqs.group)
+            h_kv = h // seqs.group
             keys = (k, v, row_base(k, b, kv_first, h_kv), row_base(v, b, kv_first, h_kv))
             queries = (q_tile, do_tile, log_sum, delta_row)
             acc = queries_walk(acc, queries, keys, i0, at, args, spec, BLOCK_Q, BLOCK_KV)

@@ -214,7 +214,7 @@ def forward_kernel(
         at = (b, h, q_first, q_len, kv_len)
         r = tl.arange(0, BLOCK_Q)
         i = i0 + r  # [block_q]
-        h_kv = h // plain(seqs.group)
+        h_kv = h // seqs.group
         q_base = row_base(q, b, q_first + i0, h)
         q_tile = load_tile(q_base, row_offsets(q, r, spec), i < q_len, spec, False, True)
         if spec.scaling == "q":  # float32

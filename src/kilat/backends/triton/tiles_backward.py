@@ -20,7 +20,7 @@ def key_tile(seqs, BLOCK: tl.constexpr):
     Grid: `backward_launch.key_tiles`. Rows j0 to j0 + BLOCK below `rows` are the program's to write, see `query_tile`.
     """
     pid = tl.program_id(0)
-    heads = plain(seqs.heads_q) // plain(seqs.group)
+    heads = plain(seqs.heads_q) // seqs.group
     if seqs.cu_kv is not None:
         tiles = plain(seqs.seqlen_kv) // BLOCK + plain(seqs.batch) + 1
         h = pid // tiles
