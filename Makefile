@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+# Tests of GPU kernels without a GPU: compiled only, or run on a simulated machine; on one core each.
+GPU_TESTS := tests/compiled tests/simulated
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench docs clean
@@ -19,10 +21,13 @@ demo: $(VENV)/stamp-base  ## train and run a small model on real text, beside to
 	$(BIN)/kilat demo
 
 test: $(VENV)/stamp-test  ## the tests, without those marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(GPU_TESTS))
+	$(BIN)/python -m pytest -m "not slow" -n 2 $(GPU_TESTS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 
 test-all: $(VENV)/stamp-test  ## every test, with many more random examples, and the planted bugs (long)
 	$(BIN)/python -m pytest --hypothesis-profile=long
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 	$(BIN)/python scripts/mutation_check.py --json benchmarks/mutation-check.json
 
 lint: $(VENV)/stamp-lint $(VENV)/stamp-test  ## ruff (rules and format) and pyright

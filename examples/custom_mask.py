@@ -47,6 +47,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="130 tokens instead of 4,096")
     parser.add_argument("--save", type=Path, default=None, help="write the picture to this .svg or .txt file")
     options = parser.parse_args()
+    if options.save is not None and (options.save.suffix not in (".svg", ".txt") or not options.save.parent.is_dir()):
+        parser.error(f"--save must be an .svg or .txt file in an existing folder; got {options.save}")
     picture = Frames(size=4, history=1).plot(16)
     print(picture)
     if options.save is not None:

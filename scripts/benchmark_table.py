@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gpu_table
 from markdown_table import table
 
 Document = dict[str, Any]
@@ -22,7 +23,7 @@ def documents(folder: Path) -> list[tuple[str, Document]]:
 
 def is_speed(document: Document) -> bool:
     """Whether it is a report of `kilat bench` with times."""
-    return "groups" in document and "rows" in document
+    return "groups" in document and "rows" in document and not gpu_table.is_gpu(document)
 
 
 def is_memory(document: Document) -> bool:
@@ -142,9 +143,10 @@ def _long(document: Document) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For the front page: group means of every run of the suite `cpu`, where torch was faster, and memory."""
+    """For the front page: group means of every run of the suites `h200` and `cpu`, where a peer was faster, memory."""
     parts: list[str] = []
     found = [document for _, document in documents(folder)]
+    parts += [gpu_table.summary(document) for document in found if document.get("suite") == "h200"]
     for document in found:
         if is_speed(document) and document["suite"] == "cpu":
             means = groups(document, detailed=False)
@@ -169,6 +171,10 @@ def results(folder: Path) -> str:
     for name, document in documents(folder):
         if is_speed(document):
             body = f"{groups(document, detailed=True)}\n\n{slower(document)}\n\n{_speed(document)}"
+        elif gpu_table.is_gpu(document):
+            about, body = gpu_table.provenance(document), gpu_table.results(document)
+            parts.append(f"## {name.removesuffix('.json')}\n\n{about}\n\n{body}")
+            continue
         elif is_memory(document):
             body = _memory(document)
         elif is_long(document):

@@ -25,8 +25,14 @@ from kilat.problem import Operands, Options, Problem
 from kilat.scores import in_order
 from kilat.validate import problem_of
 
-BACKENDS = [name for name in registry.names() if not isinstance(registry.get(name), str)]
-"""Every backend that this machine can load; the reasons of the others stand in `kilat info`."""
+
+def _takes_cpu_tensors(name: str) -> bool:
+    found, x = registry.get(name), torch.empty(1, 1, 1, 8)
+    return not isinstance(found, str) and not found.unsupported(problem_of(Options("dense"), Operands(x, x, x)))
+
+
+BACKENDS = [name for name in registry.names() if _takes_cpu_tensors(name)]
+"""Every backend that this machine can run on CPU tensors; the reasons of the others stand in `kilat info`."""
 
 SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_0000_0007
 

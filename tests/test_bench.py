@@ -118,7 +118,7 @@ def test_sampled_rows_include_both_ends() -> None:
 def test_torch_passes_the_check(cell: Cell, dtype: str) -> None:
     cell = square(cell.direction, 1, 2, 33, 16, dtype, True)
     inputs = contenders.make_inputs(cell)
-    verdicts = verify.verify(cell, contenders.sdpa_contender(cell, inputs).results(), verify.expect(cell, inputs))
+    verdicts = verify.verify(contenders.sdpa_contender(cell, inputs).results(), verify.expect(cell, inputs))
     assert [v.result for v in verdicts] == (["out"] if cell.direction == "forward" else ["dq", "dk", "dv"])
     assert all(v.ok and v.error < v.allowed for v in verdicts)
 
@@ -152,7 +152,7 @@ def test_a_refusal_is_kept_with_its_reason() -> None:
 def test_nan_is_never_right() -> None:
     inputs = contenders.make_inputs(SMALL)
     truth = verify.expect(SMALL, inputs)
-    (verdict,) = verify.verify(SMALL, {"out": torch.full_like(inputs.q, math.nan)}, truth)
+    (verdict,) = verify.verify({"out": torch.full_like(inputs.q, math.nan)}, truth)
     assert not verdict.ok
 
 
@@ -216,3 +216,8 @@ def test_provenance_names_versions_and_machine() -> None:
     assert {"python", "kilat", "torch", "numpy", "llvmlite"} == set(machine.versions())
     assert str(found["command"]).startswith("kilat")
     assert json.dumps(found)
+
+
+def test_a_recorded_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["kilat", "bench", "--json", "/somebody/private/x.json", "--shape", "1,2,3,4"])
+    assert machine.provenance()["command"] == "kilat bench --json x.json --shape 1,2,3,4"

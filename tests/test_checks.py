@@ -24,7 +24,7 @@ def test_a_case_is_within_its_budget(name: str) -> None:
     rows = checks.run_case(BY_NAME[name])
     assert {"out", "lse"} <= {row.result for row in rows}
     assert [str(row) for row in rows if not row.ok] == []
-    gradients = {"q", "k", "v"} <= {row.result for row in rows}
+    gradients = {"dq", "dk", "dv"} <= {row.result for row in rows}
     assert gradients == BY_NAME[name].gradients
 
 

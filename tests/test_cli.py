@@ -65,10 +65,22 @@ def test_every_command_explains_itself(words: list[str], capsys: pytest.CaptureF
 
 
 WRONG = [
-    (["bench", "--suite", "none"], "suite must be one of quick, cpu, cpu-decode, cpu-memory; got none"),
+    (
+        ["bench", "--suite", "none"],
+        "suite must be one of quick, cpu, cpu-decode, cpu-memory, h200, h200-quick, h200-long; got none",
+    ),
     (["bench", "--shape", "1,2"], "shape must be four positive integers B,H,N,D"),
     (["bench", "--shape", "1,2,3,4", "--suite", "cpu"], "give suite or shape, not both"),
     (["bench", "--shape", "1,2,3,4", "--dtype", "int8"], "dtype must be one of"),
+    (["bench", "--dtype", "float32"], "shape must be given with dtype and forward-only"),
+    (["bench", "--suite", "cpu", "--forward-only"], "got forward-only, no shape"),
+    (["bench", "--suite", "h200"], "json must be a file for suite h200"),
+    (["bench", "--suite", "h200", "--shard", "4/3", "--json", "x.json"], "shard must be i/n with 1 <= i <= n; got 4/3"),
+    (
+        ["bench", "--suite", "h200", "--contender", "me", "--json", "x.json"],
+        "contender must be one of kilat, kilat-det",
+    ),
+    (["bench", "--shard", "1/2"], "backend, shard, contender, deadline and merge are for h200"),
     (["bench", "--json", "/no/such/folder/x.json"], "json must be a file in an existing folder"),
     (["demo", "--file", "/no/such/file"], "file must be an existing file; got /no/such/file"),
     (["check", "--device", "tpu"], "device must be cpu"),
@@ -126,6 +138,9 @@ def test_cache_show_and_clear(
     assert run_json(capsys, "cache", "clear", "--json") == {"removed": 1, "bytes": 10}
     assert not kernel.exists()
     assert other.exists()
+    monkeypatch.setenv("KILAT_CACHE_DIR", str(other))
+    assert run("cache", "show") == 2
+    assert "must name a folder, or one to be made; got the file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window:3,", "window:,0", "chunked:8"])

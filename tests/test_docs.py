@@ -217,6 +217,65 @@ def test_memory_and_long_documents_have_tables(scripts: Any, tmp_path: Path) -> 
     assert "`python examples/long_document.py --backward`" in results
 
 
+def _gpu_row(direction: str, ratio: float, **more: Any) -> dict[str, Any]:
+    """A row of a GPU suite in which flash-attn-4 took 1 ms for a tera-operation."""
+    seconds = {"fa4": {"median": 1e-3}, "kilat": {"median": 1e-3 / ratio}}
+    row: dict[str, Any] = {
+        "cell": {"name": f"{direction} bfloat16 full N=8192 D=128 B=2 H=16", "direction": direction},
+        "errors": {"kilat": {"out": 1e-3}},
+        "allowed": {"out": 4e-3},
+        "seconds": seconds,
+        "not_timed": {"flex": "left out: measured at 2k and 8k only"},
+        "best_peer": "fa4",
+        "ratio": ratio,
+        "unsteady": False,
+        "achieved": {"fa4": 600e12, "kilat": 600e12 * ratio},
+        "share_of_limit": 0.8,
+        "backend": "gluon",
+        "host_seconds": {"kilat": 12e-6},
+        "extra_bytes": {"kilat": 3 << 20},
+        "sustained": {"kilat": {"seconds": 2e-3 / ratio, "calls": 900, "clock": 1612.4, "power": 680.2}},
+    }
+    return row | more
+
+
+def test_a_merged_gpu_result_has_its_tables(scripts: Any, tmp_path: Path) -> None:
+    """Every contender's rate, means, cells below their mark, sustained figures, and who was left out."""
+    tables = scripts("benchmark_table")
+    nothing: dict[str, Any] = {name: {} for name in ("errors", "achieved", "seconds", "sustained", "extra_bytes")}
+    lost = _gpu_row("forward", 1.0) | nothing | {"ratio": None}
+    lost |= {"not_timed": {"kilat": "wrong: out off by 1"}, "host_seconds": {}, "share_of_limit": None, "backend": ""}
+    group = {"name": "forward bfloat16", "ratio": 1.034, "smallest": 0.94, "cells": 2, "measured": 2}
+    document = {
+        "suite": "h200",
+        "date": "2026-01-02T03:04:05+00:00",
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "flash-attn-4": "not installed"},
+        "device": {"model": "A GPU", "architecture": "sm_90", "driver": "580", "power_limit": "700.00 W"},
+        "git": {"commit": "0123456789abcdef", "dirty": False},
+        "limits": {"matmul_bfloat16": 790e12},
+        "groups": [group, group | {"name": "forward bfloat16 D=128 full"}],
+        "rows": [_gpu_row("forward", 1.1), _gpu_row("backward", 0.89), lost],
+        "runs": [{}, {}],
+        "missing": ["forward float16"],
+    }
+    folder = tmp_path / "results" / "h200"
+    folder.mkdir(parents=True)
+    (folder / "merged.json").write_text(json.dumps(document), encoding="utf-8")
+    summary, results = tables.summary(tmp_path), tables.results(tmp_path)
+    assert "| forward bfloat16 | 1.03 | 0.94 | 2 of 2 |" in summary
+    assert "D=128 full" not in summary
+    assert "1 of 2 cells are below 0.95 forward or 0.90 backward of the best peer" in summary
+    assert "backward bfloat16 full N=8192 D=128 B=2 H=16 (0.89, fa4)" in summary
+    assert "kilat has no result in 1: forward bfloat16 full N=8192 D=128 B=2 H=16: wrong: out off by 1." in summary
+    assert "Not measured: forward float16." in summary
+    assert "A GPU (sm_90, 700.00 W); driver 580; torch 2.11.0, triton 3.6.0, flash-attn-4 not installed" in summary
+    assert "in 2 shards; matmul in the same runs, TFLOP/s: bfloat16 790." in summary
+    assert "## results/h200/merged" in results
+    assert "| gluon | 660 | 600 | 1.10 | 80% | 0.25 | 12 | 3.0 |" in results
+    assert "| kilat | 330 | 660 | 1612 | 680 |" in results
+    assert "- flex, 2 cells: left out: measured at 2k and 8k only" in results
+
+
 def test_pages_build_without_warnings(tmp_path: Path) -> None:
     """`make docs` succeeds."""
     pytest.importorskip("mkdocs", reason="mkdocs comes with requirements/docs.txt")

@@ -34,6 +34,22 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {name for name, _, _ in RUNS}
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("train_gpt.py", ["--steps", "0"], "--steps must be at least 1; got 0"),
+        ("custom_mask.py", ["--save", "mask.png"], "--save must be an .svg or .txt file in an existing folder"),
+        ("long_document.py", ["--heads", "0"], "sizes must be at least 1"),
+        ("long_document.py", ["--json", "no/such/folder/x.json"], "--json must be a file in an existing folder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_options_are_told_before_anything_runs(name: str, options: list[str], message: str) -> None:
+    done = _run(name, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
 def test_the_picture_of_a_mask_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "mask.svg"
     assert _run("custom_mask.py", "--save", str(path)).returncode == 0

@@ -185,3 +185,10 @@ def test_fields_that_are_no_constants_cannot_be_written() -> None:
 
     with pytest.raises(TypeError, match=r"Odd\.thing must hold numbers"):
         Odd([1]).to_text()
+
+
+def test_masks_have_no_union_and_no_complement_and_say_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"combine with `&` only; write `causal \| \.\.\.` as a Predicate"):
+        Causal() | Window(1, 1)
+    with pytest.raises(TypeError, match=r"no complement; write `~causal` as a Predicate"):
+        ~Causal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -219,11 +220,13 @@ def test_chosen_rows_and_heads() -> None:
     rows = torch.tensor([0, 229, 230, 511, 512, 529])
     some, some_lse = reference.forward(problem, op, exact=True, rows=rows, heads=(2, 3))
     grads = reference.backward(problem, op, None, None, call.dout, call.dlse, exact=True, heads=(2, 3))
-    assert torch.equal(some[:, rows, 2:], out[:, rows, 2:])
-    assert torch.equal(some_lse[:, 2:, rows], lse[:, 2:, rows])
+    # equal up to the order of sums, in which a BLAS may treat six rows and 512 differently
+    close = functools.partial(torch.testing.assert_close, rtol=1e-13, atol=1e-13)
+    close(some[:, rows, 2:], out[:, rows, 2:])
+    close(some_lse[:, 2:, rows], lse[:, 2:, rows])
     assert not some[:, :, :2].any()
-    assert torch.equal(grads.q[:, :, 2:], whole.q[:, :, 2:])
-    assert torch.equal(grads.k[:, :, 1], whole.k[:, :, 1])
+    close(grads.q[:, :, 2:], whole.q[:, :, 2:])
+    close(grads.k[:, :, 1], whole.k[:, :, 1])
 
 
 def test_philox_known_answers() -> None:

@@ -61,9 +61,11 @@ def test_order_of_application() -> None:
     for twice in ([softcap, Softcap(3.0)], [alibi, first, alibi], [bias, bias]):
         with pytest.raises(ValueError, match=r"scores must have at most one (Softcap|Alibi|Bias); got 2"):
             in_order(twice)
-    with pytest.raises(TypeError, match="scores must be Softcap, Alibi, Bias or Score objects; got 'softcap'"):
+    with pytest.raises(TypeError, match=r"scores must be Softcap, Alibi, Bias or Score objects .*; got type=str"):
         in_order(["softcap"])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="scores must be"):
+    with pytest.raises(TypeError, match=r"scores must be .* goes into Bias.*; got type=Tensor$"):
+        in_order([torch.zeros(3, 3)])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"scores must be .*; got Softcap"):
         in_order([Softcap])  # type: ignore[list-item]
 
 

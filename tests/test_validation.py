@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ def call(**changes: Any) -> Any:
 
 DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": None}, TypeError, "q must be a torch tensor; got type=NoneType"),
-    ({"k": [1.0]}, TypeError, "k must be a torch tensor; got type=list"),
+    ({"k": [1.0]}, TypeError, r"k must be a torch tensor \(torch.tensor makes one\); got type=list"),
     (
         {"q": torch.zeros(2, 5, 4)},
         ValueError,
@@ -50,6 +51,11 @@ DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "num_heads_kv must divide num_heads_q; got num_heads_q=32, num_heads_kv=6",
     ),
+    (
+        make(q=(1, 8, 50, 4), k=(1, 8, 60, 4), v=(1, 8, 60, 4)),
+        ValueError,
+        r"num_heads_q \(axes are .* x.transpose\(1, 2\) .*\); got num_heads_q=50, num_heads_kv=60",
+    ),
     (make(q=(2, 5, 0, 8)), ValueError, "num_heads_q and num_heads_kv must be at least 1"),
     (make(q=(2, 5, 4, 513), k=(2, 7, 2, 513)), ValueError, "head_dim must be from 1 to 512; got head_dim=513"),
     (make(v=(2, 7, 2, 513)), ValueError, "head_dim_v must be from 1 to 512; got head_dim_v=513"),
@@ -58,6 +64,9 @@ DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.zeros(2, 5, 4, 8).to_sparse()}, TypeError, "q must be a strided tensor; got layout=torch.sparse_coo"),
     ({"mask": "causal"}, TypeError, "mask must be a kilat mask or None .*; got type=str"),
     ({"mask": torch.ones(5, 7, dtype=torch.bool)}, TypeError, "goes into Dense"),
+    ({"mask": torch.zeros(5, 7)}, TypeError, r"goes into scores=\[kilat.Bias\(...\)\]\); got type=Tensor"),
+    ({"mask": kilat.Causal}, TypeError, r"an object, Causal\(...\), and not the class"),
+    ({"mask": lambda b, h, q_pos, j: j <= q_pos}, TypeError, "goes into Predicate"),
     (
         {"mask": kilat.Dense(torch.ones(4, 7, dtype=torch.bool))},
         ValueError,
@@ -77,6 +86,7 @@ DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sink": torch.zeros(3)}, ValueError, r"sink must be \[num_heads_q\]; got num_heads_q=4, shape=\[3\]"),
     ({"sink": torch.zeros(4, dtype=torch.float64)}, TypeError, "sink must be float32 or q's dtype torch.float32"),
     ({"sink": 1.0}, TypeError, "sink must be a torch tensor"),
+    ({"sink": np.zeros(4)}, TypeError, r"sink must be a torch tensor \(torch.from_numpy makes one\)"),
     ({"scale": float("nan")}, ValueError, "scale must be finite; got scale=nan"),
     ({"scale": "1"}, TypeError, "scale must be a number or None; got type=str"),
     ({"scale": True}, TypeError, "scale must be a number or None; got type=bool"),

@@ -5,6 +5,7 @@
 | `KILAT_CACHE_DIR` | folder of compiled kernels; default `$XDG_CACHE_HOME/kilat`, else `~/.cache/kilat` |
 | `KILAT_CPU_ISA` | instruction set of the CPU kernels, one of `CPU_ISAS`; default the best one that the machine has |
 | `KILAT_CHECK_VALUES` | 1 checks lengths, offsets, page tables that live on a GPU, which stalls its stream; default 0 |
+| `TRITON_INTERPRET` | Triton's own: 1 runs its kernels in an interpreter, on CPU tensors; default 0 |
 """
 
 from __future__ import annotations
@@ -41,3 +42,8 @@ def check_values() -> bool:
     if text not in ("", "0", "1"):
         raise ValueError(f"KILAT_CHECK_VALUES must be 0 or 1; got {text!r}")
     return text == "1"
+
+
+def triton_interprets() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")

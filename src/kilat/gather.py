@@ -54,7 +54,7 @@ def modifiers(mask: Any, scores: Any, sink: Any, dropout: Any, operands: Operand
     structure: Mask | None = None
     if mask is not None:
         if not isinstance(mask, Mask):
-            wanted = "mask must be a kilat mask or None (a bool tensor goes into Dense)"
+            wanted = f"mask must be a kilat mask or None ({_remedy(mask)})"
             fail(TypeError, wanted, type=type(mask).__name__)
         structure, operands.mask_tensors = _taken_apart(mask)
     ordered: tuple[ScoreModifier, ...] = ()
@@ -64,6 +64,17 @@ def modifiers(mask: Any, scores: Any, sink: Any, dropout: Any, operands: Operand
     if dropout is None:
         return structure, ordered, "", 0.0
     return structure, ordered, *_dropout(dropout, operands)
+
+
+def _remedy(mask: Any) -> str:
+    """What to write instead of a mask that is none."""
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        return f"an object, {mask.__name__}(...), and not the class"
+    if callable(mask):
+        return "a function of b, h, q_pos, j goes into Predicate"
+    if hasattr(mask, "dtype") and str(mask.dtype).removeprefix("torch.") != "bool":
+        return "a tensor that is added to the scores goes into scores=[kilat.Bias(...)]"
+    return "such as kilat.Causal(); a bool tensor goes into Dense"
 
 
 def _taken_apart(x: Structured) -> tuple[Any, tuple[Tensor, ...]]:

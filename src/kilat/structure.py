@@ -192,14 +192,15 @@ def shape_of(x: Any) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def check_dtype(x: Any, name: str, *allowed: str) -> None:
-    """Raises TypeError unless x is a tensor or array of one of these dtypes."""
+def check_dtype(x: Any, name: str, *allowed: str, remedy: str = "") -> None:
+    """Raises TypeError, which says the remedy, unless x is a tensor or array of one of these dtypes."""
     if isinstance(x, Slot):
         return
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} must be a tensor or an array; got {type(x).__name__}")
     if str(x.dtype).removeprefix("torch.") not in allowed:
-        raise TypeError(f"{name} must be {' or '.join(allowed)}; got {name}.dtype={x.dtype}")
+        hint = f" ({remedy})" if remedy else ""
+        raise TypeError(f"{name} must be {' or '.join(allowed)}{hint}; got {name}.dtype={x.dtype}")
 
 
 def check_broadcast(
@@ -244,7 +245,8 @@ def int32_tensor(x: Any, name: str, *axes: int) -> Any:
         if x.dtype.kind != "i" and x.size:
             raise TypeError(f"{name} must hold ints; got {name}={x.tolist()}")
         x = x.astype(np.int32)
-    check_dtype(x, name, "int32")
+    remedy = "use .to(torch.int32)" if hasattr(x, "detach") else "use .astype(np.int32)"
+    check_dtype(x, name, "int32", remedy=remedy)
     if not isinstance(x, Slot) and len(x.shape) not in axes:
         raise ValueError(f"{name} must have {' or '.join(map(str, axes))} axes; got {name}.shape={shape_of(x)}")
     return x

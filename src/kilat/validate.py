@@ -72,11 +72,12 @@ def _check_qkv_shapes(layout: str, names: tuple[str, str, str], operands: Operan
         fail(ValueError, f"{names[0]} and {names[1]} must have the same batch", q=q.shape, k=k.shape)
     if q.shape[-1] != k.shape[-1]:
         fail(ValueError, f"{names[0]} and {names[1]} must have the same head_dim", q=q.shape, k=k.shape)
-    _check_heads(q.shape[-2], k.shape[-2])
+    _check_heads(layout, q, k)
     _check_head_dims(q.shape[-1], v.shape[-1], MAX_HEAD_DIM_SHARED if layout == "cached" else MAX_HEAD_DIM)
 
 
-def _check_heads(num_heads_q: int, num_heads_kv: int) -> None:
+def _check_heads(layout: str, q: Tensor, k: Tensor) -> None:
+    num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
     if num_heads_kv < 1 or num_heads_q < 1:
         fail(
             ValueError,
@@ -85,7 +86,11 @@ def _check_heads(num_heads_q: int, num_heads_kv: int) -> None:
             num_heads_kv=num_heads_kv,
         )
     if num_heads_q % num_heads_kv != 0:
-        fail(ValueError, "num_heads_kv must divide num_heads_q", num_heads_q=num_heads_q, num_heads_kv=num_heads_kv)
+        wanted = "num_heads_kv must divide num_heads_q"
+        if layout == "dense" and num_heads_q > q.shape[1] and num_heads_kv > k.shape[1] > 1:
+            # more heads than tokens: the axes are most likely in SDPA's order
+            wanted += " (axes are [batch, seqlen, heads, head_dim]; pass x.transpose(1, 2) if yours are SDPA's)"
+        fail(ValueError, wanted, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv)
 
 
 def _check_head_dims(head_dim: int, head_dim_v: int, limit: int) -> None:

@@ -26,7 +26,9 @@ def _show(name: str, value: Any) -> str:
 def check_tensor(name: str, value: Any) -> Tensor:
     """`value`, if it is a tensor with strides; TypeError otherwise."""
     if not isinstance(value, Tensor):
-        fail(TypeError, f"{name} must be a torch tensor", type=type(value).__name__)
+        remedies = {"list": " (torch.tensor makes one)", "ndarray": " (torch.from_numpy makes one)"}
+        kind = type(value).__name__
+        fail(TypeError, f"{name} must be a torch tensor{remedies.get(kind, '')}", type=kind)
     if value.layout is not torch.strided:
         fail(TypeError, f"{name} must be a strided tensor", layout=value.layout)
     return value

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 Direction = Literal["forward", "backward", "decode"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
+def _keys_up_to(last: int, rows: int) -> int:
+    """Keys that some consecutive rows see if the last of them sees `last`, each before it one fewer, none below 0."""
+    seen = min(rows, max(last, 0))  # rows that see anything
+    return seen * last - seen * (seen - 1) // 2
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One measurement; decode is one query a sequence against a cache of `seqlen_kv` keys."""
+    """One measurement; decode is one query a sequence against a cache of `seqlen_kv` keys.
+
+    - head_dim_v: None is head_dim.
+    - window: a causal query sees itself and so many keys before it; None is all of them.
+    - lengths: of the sequences of a ragged batch, which then has len(lengths) = batch and max(lengths) = seqlen_q.
+    - device: where the tensors live, "cpu" or "cuda".
+    """
 
     direction: Direction
     batch: int
@@ -23,43 +35,73 @@ class Cell:
     head_dim: int
     dtype: str
     causal: bool
+    head_dim_v: int | None = None
+    window: int | None = None
+    lengths: tuple[int, ...] = ()
+    device: str = "cpu"
 
     @property
     def mask(self) -> str:
         """Name of the mask as the tables print it."""
+        if self.window is not None:
+            return f"window={self.window}"
         return "causal" if self.causal else "full"
+
+    @property
+    def dim_v(self) -> int:
+        """Size of a head of V and of the output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def dims(self) -> str:
+        """Size of a head as the tables print it: `128`, or `192/128` where V's differs."""
+        return f"{self.head_dim}" if self.dim_v == self.head_dim else f"{self.head_dim}/{self.dim_v}"
 
     @property
     def name(self) -> str:
         """Short name of the cell, unique within a suite."""
         kv = "" if self.num_heads_q == self.num_heads_kv else f"/{self.num_heads_kv}"
-        sizes = f"N={self.seqlen_kv} D={self.head_dim} B={self.batch} H={self.num_heads_q}{kv}"
+        seqlen = f"{min(self.lengths)}..{max(self.lengths)} ragged" if self.lengths else f"{self.seqlen_kv}"
+        sizes = f"N={seqlen} D={self.dims} B={self.batch} H={self.num_heads_q}{kv}"
         return f"{self.direction} {self.dtype} {self.mask} {sizes}"
 
     @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """(queries, keys) of every sequence."""
+        return [(n, n) for n in self.lengths] or [(self.seqlen_q, self.seqlen_kv)] * self.batch
+
+    @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs of one head of one sequence; causal is aligned bottom-right."""
+        """Visible (query, key) pairs of one head of all sequences; causal is aligned bottom-right."""
+        return sum(self._pairs(seqlen_q, seqlen_kv) for seqlen_q, seqlen_kv in self.sequences)
+
+    def _pairs(self, seqlen_q: int, seqlen_kv: int) -> int:
         if not self.causal:
-            return self.seqlen_q * self.seqlen_kv
-        first = self.seqlen_kv - self.seqlen_q + 1  # keys that the first query sees
-        hidden = max(0, 1 - first)  # leading rows that see nothing
-        rows = self.seqlen_q - hidden
-        return rows * (max(first, 1) + self.seqlen_kv) // 2
+            return seqlen_q * seqlen_kv
+        beyond = 0 if self.window is None else _keys_up_to(seqlen_kv - self.window - 1, seqlen_q)
+        return _keys_up_to(seqlen_kv, seqlen_q) - beyond
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two products of 2 * head_dim a pair forward, five in the backward."""
-        forward = 4 * self.batch * self.num_heads_q * self.pairs * self.head_dim
+        """Floating-point operations: two products a pair forward, by convention 2.5 times that in the backward."""
+        forward = 2 * self.num_heads_q * self.pairs * (self.head_dim + self.dim_v)
         return forward * 5 // 2 if self.direction == "backward" else forward
 
     @property
     def bytes_read(self) -> int:
         """Bytes of K and V, which a decode step reads once each."""
-        return 2 * self.batch * self.num_heads_kv * self.seqlen_kv * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.batch * self.num_heads_kv * self.seqlen_kv * (self.head_dim + self.dim_v) * DTYPE_BYTES[self.dtype]
 
     def to_json(self) -> dict[str, object]:
         """Return the fields and the name as plain values."""
         return {"name": self.name, **vars(self)}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Cell:
+        """Rebuild a cell from what `to_json` returned."""
+        given: dict[str, Any] = {field.name: values[field.name] for field in fields(Cell) if field.name in values}
+        given["lengths"] = tuple(given.get("lengths", ()))
+        return Cell(**given)
 
 
 def square(direction: Direction, batch: int, heads: int, seqlen: int, head_dim: int, dtype: str, causal: bool) -> Cell:
@@ -110,7 +152,33 @@ def _memory() -> list[Cell]:
     ]
 
 
-SUITES = {"quick": _quick, "cpu": _cpu, "cpu-decode": _decode, "cpu-memory": _memory}
+def _h200() -> list[Cell]:
+    from kilat.bench.h200 import grid_cells
+
+    return grid_cells()
+
+
+def _h200_quick() -> list[Cell]:
+    from kilat.bench.h200 import quick_cells
+
+    return quick_cells()
+
+
+def _h200_long() -> list[Cell]:
+    from kilat.bench.h200 import long_cells
+
+    return long_cells()
+
+
+SUITES = {
+    "quick": _quick,
+    "cpu": _cpu,
+    "cpu-decode": _decode,
+    "cpu-memory": _memory,
+    "h200": _h200,
+    "h200-quick": _h200_quick,
+    "h200-long": _h200_long,
+}
 
 
 def suite(name: str) -> list[Cell]:

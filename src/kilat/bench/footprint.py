@@ -82,7 +82,7 @@ def _measure(job: tuple[Cell, str]) -> Footprint:
     reason = ""
     if cell.seqlen_q * cell.seqlen_kv <= LARGEST_CHECKED_PAIRS:
         mine = results if contender == "kilat" else {name: x.transpose(1, 2) for name, x in results.items()}
-        wrong = [v.result for v in verify(cell, mine, expect(cell, make_inputs(cell))) if not v.ok]
+        wrong = [v.result for v in verify(mine, expect(cell, make_inputs(cell))) if not v.ok]
         reason = f"wrong: {', '.join(wrong)}" if wrong else ""
     extra = None if reason else max(0, peak.extra - output_bytes)
     return Footprint(cell, contender, extra, output_bytes, peak.method, reason)

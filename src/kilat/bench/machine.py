@@ -74,13 +74,29 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def _archived() -> str | None:
+    """Return the revision that `git archive` wrote into .git_archival.txt; None in a checkout, which has none there."""
+    path = Path(__file__).resolve().parents[3] / ".git_archival.txt"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    commit = text.removeprefix("node: ").strip()
+    return commit if len(commit) == 40 else None
+
+
 def revision() -> dict[str, object] | None:
-    """Return the git revision of the sources and whether they differ from it; None outside a repository."""
+    """Return the git revision of the sources and whether they differ from it; None outside a repository or archive."""
+    archived = _archived()
+    if archived is not None:
+        return {"commit": archived, "dirty": False}
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return None
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", "../")
     return {"commit": commit, "dirty": bool(changed)}
+
+
+def without_folder(word: str) -> str:
+    """An absolute path as its last part alone: where a machine keeps its files is nobody's business."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def _program() -> list[str]:
@@ -94,9 +110,61 @@ def _program() -> list[str]:
 def provenance() -> dict[str, object]:
     """Return command, date, versions, device and revision: everything that a result needs beside its numbers."""
     return {
-        "command": " ".join([*_program(), *sys.argv[1:]]),
+        "command": " ".join([*_program(), *map(without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "device": device(),
         "git": revision(),
+    }
+
+
+def gpu_versions() -> dict[str, str]:
+    """Return `versions` and those of what computes on a GPU, peers included."""
+    found = versions()
+    for name, package in (("triton", "triton"), ("flash-attn-4", "flash-attn-4")):
+        try:
+            found[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["cuda"] = str(torch.version.cuda)
+    found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def gpu() -> dict[str, object]:
+    """Return the current GPU's model, architecture, multiprocessors, memory, driver and power limit."""
+    if not torch.cuda.is_available():
+        return {"kind": "gpu", "model": "none"}
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "kind": "gpu",
+        "model": found.name,
+        "architecture": f"sm_{found.major}{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_bytes": found.total_memory,
+        **_driver(),
+    }
+
+
+def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
+    """Return what nvidia-smi prints for some fields of the first GPU; nothing where it cannot be asked."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    line = done.stdout.strip().splitlines()[:1] if done.returncode == 0 else []
+    words = [word.strip() for word in line[0].split(",")] if line else []
+    return dict(zip(fields, words, strict=True)) if len(words) == len(fields) else {}
+
+
+def _driver() -> dict[str, object]:
+    """Driver version, power limit and highest clock."""
+    found = nvidia_smi(("driver_version", "power.limit", "clocks.max.sm"))
+    if not found:
+        return {}
+    return {
+        "driver": found["driver_version"],
+        "power_limit": f"{found['power.limit']} W",
+        "clock_limit": f"{found['clocks.max.sm']} MHz",
     }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from kilat.bench.cells import Cell
 from kilat.bench.contenders import MAKERS, Contender, Inputs, make_inputs
+from kilat.bench.gpu_timing import Sustained
 from kilat.bench.limits import matmul_rate, read_bandwidth
 from kilat.bench.timing import Timing, geometric_mean, interleave
 from kilat.bench.verify import Verdict, expect, verify
@@ -19,15 +21,27 @@ OURS = "kilat"
 UNSTEADY = 1.5
 
 
+def is_peer(name: str) -> bool:
+    """Whether a contender is somebody else; `kilat-...` is kilat with other options."""
+    return not name.startswith(OURS)
+
+
 @dataclass
 class Row:
-    """A cell's outcome: errors and times by contender, and the reason of every contender that was not timed."""
+    """A cell's outcome: errors and times by contender, and the reason of every contender that was not timed.
+
+    GPU suites also have host_seconds, extra_bytes (peak above inputs and outputs) and, for some cells, sustained.
+    """
 
     cell: Cell
     verdicts: dict[str, list[Verdict]] = field(default_factory=dict[str, list[Verdict]])
     timings: dict[str, Timing] = field(default_factory=dict[str, Timing])
     not_timed: dict[str, str] = field(default_factory=dict[str, str])
     limit: float | None = None
+    backend: str = ""
+    host_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    extra_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    sustained: dict[str, Sustained] = field(default_factory=dict[str, Sustained])
 
     @property
     def ok(self) -> bool:
@@ -35,17 +49,22 @@ class Row:
         return OURS in self.timings
 
     @property
+    def best_peer(self) -> str | None:
+        """The peer with the smallest median, None where none was timed."""
+        peers = [name for name in self.timings if is_peer(name)]
+        return min(peers, key=lambda name: self.timings[name].median, default=None)
+
+    @property
     def ratio(self) -> float | None:
         """The fastest peer's median over kilat's: above 1, kilat is faster."""
-        peers = [timing.median for name, timing in self.timings.items() if name != OURS]
-        if OURS not in self.timings or not peers:
+        if OURS not in self.timings or self.best_peer is None:
             return None
-        return min(peers) / self.timings[OURS].median
+        return self.timings[self.best_peer].median / self.timings[OURS].median
 
     @property
     def ratio_of_minima(self) -> float | None:
         """The same from the shortest calls, which other programs disturb least."""
-        peers = [timing.minimum for name, timing in self.timings.items() if name != OURS]
+        peers = [timing.minimum for name, timing in self.timings.items() if is_peer(name)]
         return min(peers) / self.timings[OURS].minimum if OURS in self.timings and peers else None
 
     @property
@@ -65,12 +84,13 @@ class Row:
     def to_json(self) -> dict[str, object]:
         """Return the row as plain values; times in seconds."""
         achieved = self.achieved(OURS)
-        return {
+        found: dict[str, object] = {
             "cell": self.cell.to_json(),
             "errors": {name: {v.result: v.error for v in verdicts} for name, verdicts in self.verdicts.items()},
             "allowed": {v.result: v.allowed for verdicts in self.verdicts.values() for v in verdicts},
             "seconds": {name: vars(timing) for name, timing in self.timings.items()},
             "not_timed": self.not_timed,
+            "best_peer": self.best_peer,
             "ratio": self.ratio,
             "ratio_of_minima": self.ratio_of_minima,
             "unsteady": self.unsteady,
@@ -78,34 +98,67 @@ class Row:
             "limit": self.limit,
             "share_of_limit": achieved / self.limit if achieved is not None and self.limit else None,
         }
+        if self.cell.device != "cpu" or self.host_seconds:
+            found |= {"backend": self.backend, "host_seconds": self.host_seconds, "extra_bytes": self.extra_bytes}
+            found |= {"sustained": {name: vars(sustained) for name, sustained in self.sustained.items()}}
+        return found
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Row:
+        """Rebuild a row from what `to_json` returned, or the part of it that is no result of another."""
+        allowed = values["allowed"]
+
+        def verdict(result: str, error: float | None) -> Verdict:
+            return Verdict(result, torch.inf if error is None else error, allowed[result])
+
+        return Row(
+            Cell.from_json(values["cell"]),
+            {name: [verdict(*item) for item in errors.items()] for name, errors in values["errors"].items()},
+            {name: Timing(**timing) for name, timing in values["seconds"].items()},
+            dict(values["not_timed"]),
+            values["limit"],
+            values.get("backend", ""),
+            dict(values.get("host_seconds", {})),
+            dict(values.get("extra_bytes", {})),
+            {name: Sustained(**sustained) for name, sustained in values.get("sustained", {}).items()},
+        )
 
 
-def measure(cell: Cell, *, reps: int, seconds: float, makers: Makers = MAKERS) -> Row:
-    """Check and time one cell.
+def prepare(cell: Cell, makers: Makers) -> tuple[Row, dict[str, Contender]]:
+    """Check every contender on a cell; return a row without times, and those contenders that may be timed.
 
-    A contender that refuses the cell or computes something else is not timed; the row says why.
+    A contender that refuses the cell or computes something else is not among them; the row says why.
     """
     row = Row(cell)
     inputs = make_inputs(cell)
     expected = expect(cell, inputs)
-    ready: dict[str, Callable[[], object]] = {}
+    ready: dict[str, Contender] = {}
     for name, make in makers.items():
         try:
             contender = make(cell, inputs)
-            with torch.set_grad_enabled(cell.direction == "backward"):
-                verdicts = verify(cell, contender.results(), expected)
-        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            with torch.set_grad_enabled(cell.direction == "backward"), contender.context():
+                verdicts = verify(contender.results(), expected)
+        except Exception as error:  # noqa: BLE001  whatever a contender raises is why it was not timed
             row.not_timed[name] = f"{type(error).__name__}: {error}"
             continue
         row.verdicts[name] = verdicts
+        if name == OURS:
+            row.backend = contender.backend
         wrong = [f"{v.result} off by {v.error:.2e}, allowed {v.allowed:.2e}" for v in verdicts if not v.ok]
         if wrong:
             row.not_timed[name] = "wrong: " + "; ".join(wrong)
         else:
-            ready[name] = contender.call
+            ready[name] = contender
+    return row, ready
+
+
+def measure(cell: Cell, *, reps: int, seconds: float, makers: Makers = MAKERS) -> Row:
+    """Check and time one cell on the CPU."""
+    row, ready = prepare(cell, makers)
     if ready:
+        calls = {name: contender.call for name, contender in ready.items()}
         with torch.set_grad_enabled(cell.direction == "backward"):
-            row.timings = interleave(ready, reps=reps, seconds=seconds)
+            row.timings = interleave(calls, reps=reps, seconds=seconds)
     return row
 
 
@@ -161,12 +214,18 @@ def group_rows(rows: Sequence[Row]) -> list[Group]:
     for row in rows:
         cell = row.cell
         if cell.direction != "decode":
-            members.setdefault(f"{cell.direction} {cell.dtype} D={cell.head_dim} {cell.mask}", []).append(row)
+            members.setdefault(f"{cell.direction} {cell.dtype} {_kind(cell)}", []).append(row)
     groups: list[Group] = []
     for name, some in members.items():
         ratios = [row.ratio for row in some if row.ratio is not None]
         groups.append(Group(name, len(some), len(ratios), geometric_mean(ratios), min(ratios, default=float("nan"))))
     return groups
+
+
+def _kind(cell: Cell) -> str:
+    """What a group has in common beside direction and dtype."""
+    grouped = "" if cell.num_heads_q == cell.num_heads_kv else f" H={cell.num_heads_q}/{cell.num_heads_kv}"
+    return f"D={cell.dims}{grouped} {cell.mask}{' ragged' if cell.lengths else ''}"
 
 
 def report(rows: Sequence[Row], limits: Mapping[str, float], suite: str) -> dict[str, object]:

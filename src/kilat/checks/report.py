@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """The largest error of one result of one case against float64; `note` says why kilat has no number."""
+    """The largest error of one result (out, lse, a gradient: dq) of one case against float64.
+
+    `note` says why kilat has no number.
+    """
 
     case: str
     result: str

@@ -141,7 +141,7 @@ def build(case: Case) -> Call:
 
 
 def _results(call: Call, backend: str) -> dict[str, Tensor]:
-    """out, lse and, where there are any, gradients of sum(do * out)."""
+    """out, lse and, where there are any, gradients of sum(do * out), under their inputs' names."""
     named = call.differentiable() if call.case.gradients else {}
     for x in named.values():
         x.requires_grad_()
@@ -184,7 +184,8 @@ def run_case(case: Case, backend: str = "auto") -> list[Row]:
         error = numerics.max_error(result, right.exact[name])
         beside = numerics.max_error(theirs[name], right.exact[name]) if name in theirs else None
         note = reason or ("" if beside is not None else "not returned")
-        rows.append(Row(case.name, name, error, right.budgets[name].limit, beside, note))
+        shown = name if name in ("out", "lse") else f"d{name}"
+        rows.append(Row(case.name, shown, error, right.budgets[name].limit, beside, note))
     return rows
 
 

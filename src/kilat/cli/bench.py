@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kilat.cli.bench_gpu import SUITES, Request, run_gpu
 from kilat.cli.output import ThreadsOption, print_json, progress, seconds, set_threads, show, size, table, to_json
 
 if TYPE_CHECKING:
@@ -15,15 +16,21 @@ if TYPE_CHECKING:
     from kilat.bench.run import Row
 
 
-def _choose(suite_name: str | None, shapes: list[str], dtypes: list[str], forward_only: bool) -> tuple[str, list[Cell]]:
+def _choose(
+    suite_name: str | None, shapes: list[str], dtypes: list[str] | None, forward_only: bool
+) -> tuple[str, list[Cell]]:
     """Turn the options into a name for the report and its cells."""
     from kilat.bench.cells import DTYPES, Direction, parse_shape, suite
 
     if suite_name is not None and shapes:
         raise ValueError(f"give suite or shape, not both; got suite={suite_name}, shape={shapes[0]}")
+    if not shapes and (dtypes or forward_only):
+        given = f"dtype={dtypes[0]}" if dtypes else "forward-only"
+        raise ValueError(f"shape must be given with dtype and forward-only: a suite has its own; got {given}, no shape")
     if not shapes:
         name = suite_name or "quick"
         return name, suite(name)
+    dtypes = dtypes or ["float32", "bfloat16"]
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype}")
@@ -116,7 +123,8 @@ def _run_memory(name: str, cells: list[Cell], quiet: bool) -> tuple[dict[str, ob
 
 def bench(
     suite: Annotated[
-        str | None, typer.Option("--suite", help="quick (default), cpu, cpu-decode or cpu-memory.")
+        str | None,
+        typer.Option("--suite", help="quick (default), cpu, cpu-decode, cpu-memory, h200, h200-quick or h200-long."),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option("--shape", help="B,H,N,D; may be given several times.")] = None,
     dtype: Annotated[list[str] | None, typer.Option("--dtype", help="For --shape; default float32, bfloat16.")] = None,
@@ -126,15 +134,35 @@ def bench(
     ] = None,
     threads: ThreadsOption = None,
     reps: Annotated[int, typer.Option("--reps", min=1, help="Rounds in which the contenders take turns.")] = 7,
+    *,
+    backend: Annotated[str, typer.Option("--backend", help="GPU suites: kilat's backend.")] = "auto",
+    shard: Annotated[str, typer.Option("--shard", help="GPU suites: i/n measures the i-th part of n.")] = "1/1",
+    contender: Annotated[
+        list[str] | None, typer.Option("--contender", help="GPU suites: only this one beside kilat; may be repeated.")
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option("--deadline", min=0, help="GPU suites: begin no cell after so many seconds.")
+    ] = None,
+    merge: Annotated[
+        list[Path] | None, typer.Option("--merge", help="GPU suites: put this file into --json; may be repeated.")
+    ] = None,
 ) -> None:
-    """Time kilat beside torch's SDPA; a result is checked against float64 before it is timed.
+    """Time kilat beside its peers; a result is checked against float64 before it is timed.
 
-    Exits with 1 if kilat refused a cell or got one wrong.
+    The peer on CPUs is torch's SDPA. GPU suites save every cell into --json and go on where that file ends. Exits with
+    1 if kilat refused a cell or got one wrong.
     """
     set_threads(threads)
-    name, cells = _choose(suite, shape or [], dtype or ["float32", "bfloat16"], forward_only)
+    name, cells = _choose(suite, shape or [], dtype, forward_only)
     if json_path is not None and str(json_path) != "-" and not json_path.absolute().parent.is_dir():
         raise ValueError(f"json must be a file in an existing folder; got {json_path}")
+    request = Request(backend, shard, tuple(contender or ()), deadline, tuple(merge or ()))
+    if name in SUITES:
+        if not run_gpu(name, cells, request, json_path, reps):
+            raise typer.Exit(1)
+        return
+    if not request.is_plain:
+        raise ValueError(f"backend, shard, contender, deadline and merge are for {', '.join(SUITES)}; got suite={name}")
     quiet = str(json_path) == "-"
     if name == "cpu-memory":
         document, ok = _run_memory(name, cells, quiet)

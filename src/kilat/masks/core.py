@@ -43,6 +43,12 @@ class Mask(Structured):
             return NotImplemented
         return And(self, other)
 
+    def __or__(self, other: object) -> Mask:
+        raise TypeError(f"masks combine with `&` only; write `{self.name} | ...` as a Predicate or a Dense mask")
+
+    def __invert__(self) -> Mask:
+        raise TypeError(f"a mask has no complement; write `~{self.name}` as a Predicate or a Dense mask")
+
     def depends_on_batch(self) -> bool:
         """Whether batch entries of equal lengths may see different keys."""
         return bool(self.tensors())

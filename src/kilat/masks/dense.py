@@ -17,7 +17,7 @@ class Dense(Mask):
     tensor_fields: ClassVar[tuple[str, ...]] = ("mask",)
 
     def __post_init__(self) -> None:
-        check_dtype(self.mask, "mask", "bool")
+        check_dtype(self.mask, "mask", "bool", remedy="of zeros and ones: mask != 0; what is added goes into Bias")
         object.__setattr__(self, "mask", four_axes(self.mask, "mask"))
 
     def check(self, batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *, exact: bool = True) -> None:

@@ -22,7 +22,9 @@ def in_order(scores: Sequence[ScoreModifier]) -> tuple[ScoreModifier, ...]:
         scores = (scores,)
     for score in scores:
         if not isinstance(score, ScoreModifier):
-            raise TypeError(f"scores must be Softcap, Alibi, Bias or Score objects; got {score!r}")
+            remedy = "a tensor to add goes into Bias, a function into Score"
+            got = score.__name__ if isinstance(score, type) else f"type={type(score).__name__}"
+            raise TypeError(f"scores must be Softcap, Alibi, Bias or Score objects ({remedy}); got {got}")
         count = sum(type(other) is type(score) for other in scores)
         if score.unique and count > 1:
             raise ValueError(f"scores must have at most one {type(score).__name__}; got {count}")

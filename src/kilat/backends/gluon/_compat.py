@@ -8,7 +8,7 @@
 | `aggregate` | `triton.language.core._aggregate` | `triton.aggregate` | the same |
 """
 
-# pyright: basic
+# pyright: basic, reportRedeclaration=false, reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +24,7 @@ async_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_s
 async_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """(descriptor, coordinates, buffer): TMA from shared to global memory, in a group of its own."""
 
-cta_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+cta_barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009 (3.6 alone has it)
 """(): wait for all warps of this partition."""
 
 aggregate: Any = getattr(triton, "aggregate", None)

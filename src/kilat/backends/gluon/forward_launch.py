@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import triton
@@ -88,7 +88,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
 def _launch(plan: Plan, o: Operands, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
     """Start the kernel on the current stream."""
     q, k, v = qkv
-    q1, q2, k1, k2, v1, v2, o1, o2 = plan.boxes
+    q1, q2, k1, k2, v1, v2, o1, o2 = cast("Any", plan.boxes)
     kernel = plan.kernel
     hooks = triton.knobs.runtime
     kernel.run(
@@ -139,7 +139,7 @@ def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor | None:
         return None
     shape, strides = _box_shape(x)
     block = [1, rows, 1, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[str(x.dtype).removeprefix("torch.")])
+    layout: Any = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[str(x.dtype).removeprefix("torch.")])
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
@@ -194,7 +194,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
 def _compile(plan: Plan, o: Operands, out: Tensor, config: heuristics.ForwardConfig) -> Any:
     """The compiled kernel of a plan; Triton finds it in memory or on disk if it has seen the like."""
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=out.device)
-    kernel = forward_kernel.run(
+    kernel: Any = forward_kernel.run(
         *plan.boxes, out, lse, lse if o.sink is None else o.sink,
         lse if o.cu_seqlens_q is None else o.cu_seqlens_q, lse if o.cu_seqlens_kv is None else o.cu_seqlens_kv,
         lse if o.seqlens_q is None else o.seqlens_q, lse if o.seqlens_kv is None else o.seqlens_kv,

@@ -1,9 +1,11 @@
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportOptionalMemberAccess=false
 """Which tile a CTA works on next, where its sequence lies, and which keys its queries see: scalars only.
 
 Divisions below are of numbers that are not negative, or exact: `//` truncates on the GPU.
 """
 
-# pyright: basic
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

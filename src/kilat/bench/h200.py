@@ -1,0 +1,144 @@
+"""The cells of the GPU suite, who is measured on which, and how they are dealt to commands of limited length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kilat.bench.cells import Cell, Direction
+
+# Query heads share 2048 columns; sequences share 16k tokens (one sequence where it is longer).
+HIDDEN, TOKENS = 2048, 16384
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+# 16 sequences from 512 to 4096, 32k tokens in all, in no order.
+RAGGED = (
+    *(2048, 512, 3584, 1024, 4096, 1536, 2304, 768),
+    *(2816, 640, 3968, 1280, 2560, 1792, 3072, 768),
+)
+# fp16 has a fifth of the grid: what the kernels do differently there is only a conversion.
+HALF_LENGTHS = (2048, 16384)
+SELDOM_LENGTHS = (2048, 8192)
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+FULL_AND_CAUSAL = (False, True)
+
+# Kernels of a family are compiled once; so many cells could have been measured in that time.
+COMPILE_COST = 4
+# Cells that every contender also runs for seconds, at the clock that the power limit leaves.
+SUSTAINED = frozenset(
+    f"{direction} bfloat16 {mask} N=16384 D={dim} B=1 H={HIDDEN // dim}"
+    for direction in DIRECTIONS
+    for mask in ("full", "causal")
+    for dim in (64, 128)
+)
+
+
+def _both(batch: int, heads: int, heads_kv: int, seqlen: int, dims: tuple[int, int]) -> list[Cell]:
+    """Forward and backward, full and causal, of self-attention in bfloat16."""
+    head_dim, head_dim_v = dims
+    sizes = (batch, heads, heads_kv, seqlen, seqlen, head_dim, "bfloat16")
+    return [
+        Cell(direction, *sizes, causal, None if head_dim_v == head_dim else head_dim_v, device="cuda")
+        for direction in DIRECTIONS
+        for causal in FULL_AND_CAUSAL
+    ]
+
+
+def _plain() -> list[Cell]:
+    cells: list[Cell] = []
+    for dims in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        heads = HIDDEN // dims[1]
+        for seqlen in LENGTHS:
+            cells += _both(max(1, TOKENS // seqlen), heads, heads, seqlen, dims)
+    return cells
+
+
+def _grouped() -> list[Cell]:
+    lengths = [seqlen for seqlen in LENGTHS if seqlen >= 2048]
+    return [
+        cell
+        for heads in (64, 32)
+        for seqlen in lengths
+        for cell in _both(max(1, TOKENS // seqlen), heads, 8, seqlen, (128, 128))
+    ]
+
+
+def _special() -> list[Cell]:
+    """Windows, a ragged batch, heads of 72 and 96, many latent heads, and short sequences on a half empty GPU."""
+    cells = [
+        Cell(direction, *sizes, "bfloat16", True, window=window, device="cuda")
+        for sizes, window in (((2, 64, 8, 8192, 8192, 64), 127), ((1, 32, 8, 32768, 32768, 128), 4095))
+        for direction in DIRECTIONS
+    ]
+    longest = max(RAGGED)
+    cells += [replace(cell, lengths=RAGGED) for cell in _both(len(RAGGED), 16, 16, longest, (128, 128))]
+    cells += _both(16, 16, 16, 1024, (72, 72)) + _both(4, 16, 16, 4096, (96, 96))
+    cells += _both(1, 128, 128, 4096, (192, 128))
+    for batch in (1, 4, 8):
+        cells += _both(batch, 16, 16, 512, (128, 128))
+    return cells
+
+
+def grid_cells() -> list[Cell]:
+    """Every cell of the suite: bfloat16 first, then a fifth of it in float16."""
+    wide = _plain() + _grouped() + _special()
+    half = [cell for cell in _plain() + _grouped()[: len(_grouped()) // 2] if cell.seqlen_kv in HALF_LENGTHS]
+    half += [cell for cell in _special() if cell.lengths]
+    return wide + [replace(cell, dtype="float16") for cell in half]
+
+
+def quick_cells() -> list[Cell]:
+    """What a change to a kernel is judged by first: a short and a long length of the two common head sizes."""
+    return [cell for cell in _plain() if cell.seqlen_kv in (2048, 16384) and cell.dims in ("64", "128")]
+
+
+def long_cells() -> list[Cell]:
+    """A million tokens: that it runs at all, and in which memory."""
+    return [Cell("forward", 1, 8, 8, 1 << 20, 1 << 20, 128, "bfloat16", True, device="cuda")]
+
+
+def why_left_out(cell: Cell, name: str) -> str:
+    """Why a contender is left out of a cell, or "" where it is measured.
+
+    torch's flash backend and FlexAttention are never the fastest on this GPU, and the latter compiles for seconds.
+    """
+    special = bool(cell.lengths) or cell.window is not None
+    if name == "flash" and cell.seqlen_kv not in SELDOM_LENGTHS and not special:
+        return "left out: measured at 2k and 8k only"
+    if name == "flex":
+        if cell.dtype != "bfloat16":
+            return "left out: measured in bfloat16 only"
+        if cell.seqlen_kv not in SELDOM_LENGTHS and not special:
+            return "left out: measured at 2k and 8k only"
+    if name == "kilat-deterministic":
+        if cell.direction != "backward":
+            return "left out: a forward is always deterministic"
+        if cell.seqlen_kv not in SELDOM_LENGTHS:
+            return "left out: measured at 2k and 8k only"
+    return ""
+
+
+def family(cell: Cell) -> tuple[object, ...]:
+    """What cells have in common that share compiled kernels, in kilat and in its peers."""
+    return (cell.dtype, cell.dims, cell.num_heads_q // cell.num_heads_kv, cell.mask, bool(cell.lengths))
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Turn `i/n` into (i, n); raises ValueError unless 1 <= i <= n."""
+    left, slash, right = text.partition("/")
+    if not (slash and left.isdecimal() and right.isdecimal() and 1 <= int(left) <= int(right)):
+        raise ValueError(f"shard must be i/n with 1 <= i <= n; got {text}")
+    return int(left), int(right)
+
+
+def deal(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
+    """Return shard `index` of `count` (from 1): whole families, the largest first to the shard that has least to do."""
+    families: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        families.setdefault(family(cell), []).append(cell)
+    load = [0] * count
+    dealt: list[list[Cell]] = [[] for _ in range(count)]
+    for members in sorted(families.values(), key=len, reverse=True):
+        least = load.index(min(load))
+        load[least] += len(members) + COMPILE_COST
+        dealt[least] += members
+    return dealt[index - 1]

@@ -1,0 +1,4 @@
+# Triton carries no types, and is not installed where types are checked.
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
