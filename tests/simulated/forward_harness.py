@@ -81,7 +81,7 @@ class Call:
         tiles = seqlen_q // (64 * z.consumers) + batch + 1 if z.ragged else -(-seqlen_q // (64 * z.consumers))
         units = z.heads[0] * (1 if z.ragged else batch)
         kind = sum((x < FAR) << i for i, x in enumerate(z.bounds))
-        scale = 2 * self.scale / z.cap if z.cap else self.scale
+        scale, slope = z.cap or self.scale or 1e-30, 2 * self.scale / z.cap if z.cap else 0.0
         return {
             "q_desc": Desc(self.q, (1, 64, 1, d)), "q2_desc": Desc(self.q, (1, 64, 1, d2)),
             "k_desc": Desc(self.k, (1, z.block_kv, 1, d)), "k2_desc": Desc(self.k, (1, z.block_kv, 1, d2)),
@@ -93,9 +93,9 @@ class Call:
             "group": z.heads[0] // z.heads[1], "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "head_dim_v": z.dims[1],
             "left": z.bounds[0], "right": z.bounds[1], "right_top_left": z.bounds[2], "tiles_per_unit": tiles,
             "together": min(z.together, units), "n_tiles": tiles * units, "scale_log2": np.float32(scale * LOG2E),
-            "cap": np.float32(z.cap * LOG2E), "CONSUMERS": z.consumers, "STAGES": 2, "D2": d2, "V2": v2,
+            "slope_log2": np.float32(slope * LOG2E), "CONSUMERS": z.consumers, "STAGES": 2, "D2": d2, "V2": v2,
             "RAGGED": z.ragged, "USED": 0 if z.ragged else (z.lengths_q is not None) + 2 * (z.lengths_kv is not None),
-            "BOUNDS": kind, "LONGEST_FIRST": bool(kind & 6), "NEGATIVE": self.scale < 0, "SOFTCAP": bool(z.cap),
+            "BOUNDS": kind, "LONGEST_FIRST": bool(kind & 6), "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),
             "SINK": z.sink, "STAGING": z.staging, "REGISTERS": 240,
         }  # fmt: skip
 

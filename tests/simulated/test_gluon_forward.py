@@ -30,6 +30,7 @@ SHAPES = {
     "window-self": Shape(seqlen=(130, 130), bounds=(0, 0, FAR)),
     "negative": Shape(seqlen=(130, 200), scale=-0.3, bounds=CAUSAL),
     "zero": Shape(seqlen=(130, 200), scale=0.0, bounds=CAUSAL),
+    "softcap-negative": Shape(seqlen=(130, 90), cap=2.0, scale=-0.4, bounds=CAUSAL),
     "softcap-sink": Shape(seqlen=(130, 200), cap=3.0, sink=True, heads=(2, 1)),
     "two-boxes": Shape(seqlen=(130, 200), dims=(96, 80), bounds=CAUSAL),
     "narrow": Shape(seqlen=(130, 200), dims=(72, 40)),

@@ -29,11 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kilat.backends.gluon._compat import cta_barrier
 from kilat.backends.gluon.forward_parts import (
     Shared,
+    capped,
     finish,
+    hide,
     issue_qk,
     load,
     load_seen_v,
-    seen,
     softmax,
     store_box,
     store_rows,
@@ -85,7 +86,7 @@ def producer(
 
 @gluon.jit
 def consumer(
-    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap,
+    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2,
     W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
     RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
@@ -135,40 +136,39 @@ def consumer(
                 st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
                 x = warpgroup_mma_wait(0, deps=[st])  # [64, BLOCK_KV]
                 mbarrier.arrive(m.k_free.index(slot), count=1)
+                if SOFTCAP:
+                    x = capped(x, slope_log2)
                 first, end = block_at(0, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
-                visible = seen(col, start - first, gl.minimum(stop, end) - first)
-                p, top, l, alpha = softmax(x, top, l, scale_log2, cap, visible, True, NEGATIVE, SOFTCAP)
+                x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
+                p, top, l, alpha = softmax(x, top, l, scale_log2, NEGATIVE)
                 pt = gl.convert_layout(p.to(dtype), P_L)
 
-                for masked in gl.static_range(1, -1, -1):  # first the blocks with hidden keys, then those without
-                    begin = 1
-                    finish_at = n_masked
-                    if not masked:
-                        begin = gl.maximum(n_masked, 1)
-                        finish_at = n_blocks
-                    for t in range(begin, finish_at):
-                        slot = (done + t) % STAGES
-                        before = (done + t - 1) % STAGES
-                        mbarrier.wait(m.k_full.index(slot), ((done + t) // STAGES) & 1)
-                        st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
-                        mbarrier.wait(m.v_full.index(before), ((done + t - 1) // STAGES) & 1)
-                        ot = warpgroup_mma(pt, m.v.index(before).reshape([BLOCK_KV, V]), o, is_async=True)
-                        if V2:
-                            pt2 = gl.convert_layout(pt, P2_L)
-                            ot2 = warpgroup_mma(pt2, m.v2.index(before).reshape([BLOCK_KV, V2]), o2, is_async=True)
-                        x = warpgroup_mma_wait(IN_FLIGHT, deps=[st])  # [64, BLOCK_KV]
-                        mbarrier.arrive(m.k_free.index(slot), count=1)
+                for t in range(1, n_blocks):
+                    slot = (done + t) % STAGES
+                    before = (done + t - 1) % STAGES
+                    mbarrier.wait(m.k_full.index(slot), ((done + t) // STAGES) & 1)
+                    st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
+                    mbarrier.wait(m.v_full.index(before), ((done + t - 1) // STAGES) & 1)
+                    ot = warpgroup_mma(pt, m.v.index(before).reshape([BLOCK_KV, V]), o, is_async=True)
+                    if V2:
+                        pt2 = gl.convert_layout(pt, P2_L)
+                        ot2 = warpgroup_mma(pt2, m.v2.index(before).reshape([BLOCK_KV, V2]), o2, is_async=True)
+                    x = warpgroup_mma_wait(IN_FLIGHT, deps=[st])  # [64, BLOCK_KV]
+                    mbarrier.arrive(m.k_free.index(slot), count=1)
+                    if SOFTCAP:
+                        x = capped(x, slope_log2)
+                    if BOUNDS and t < n_masked:  # without bounds only the first block can have keys to hide
                         first, end = block_at(t, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
-                        visible = seen(col, start - first, gl.minimum(stop, end) - first)  # dead code unless masked
-                        p, top, l, alpha = softmax(x, top, l, scale_log2, cap, visible, masked, NEGATIVE, SOFTCAP)
-                        if V2:
-                            o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
-                            o2 = o2 * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O2_L)), 1)
-                        else:
-                            o = warpgroup_mma_wait(0, deps=[ot])
-                        mbarrier.arrive(m.v_free.index(before), count=1)
-                        o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_L)), 1)
-                        pt = gl.convert_layout(p.to(dtype), P_L)
+                        x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
+                    p, top, l, alpha = softmax(x, top, l, scale_log2, NEGATIVE)
+                    if V2:
+                        o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
+                        o2 = o2 * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O2_L)), 1)
+                    else:
+                        o = warpgroup_mma_wait(0, deps=[ot])
+                    mbarrier.arrive(m.v_free.index(before), count=1)
+                    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_L)), 1)
+                    pt = gl.convert_layout(p.to(dtype), P_L)
 
                 if STAGING != 2:
                     mbarrier.arrive(m.q_free.index(W), count=1)
@@ -236,7 +236,7 @@ def forward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc,
     out_ptr, lse_ptr, sink_ptr,
     cu_q, cu_kv, used_q, used_kv, batch, heads, group, seqlen_q, seqlen_kv, head_dim_v,
-    left, right, right_top_left, tiles_per_unit, together, n_tiles, scale_log2, cap,
+    left, right, right_top_left, tiles_per_unit, together, n_tiles, scale_log2, slope_log2,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
     RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
@@ -297,11 +297,11 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 0,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 0,
                 CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
             )),
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 1,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 1,
                 CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
             )),
             (producer, (
@@ -312,15 +312,15 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 0,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 0,
                 CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
             )),
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 1,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 1,
                 CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
             )),
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, cap, 2,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 2,
                 CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
             )),
             (producer, (

@@ -3,7 +3,7 @@
 # pyright: basic
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kilat.backends.gluon import heuristics
 from kilat.backends.gluon.forward import forward_kernel
 from kilat.masks.affine import affine
-from kilat.masks.core import FAR
 from kilat.numerics import LOG2E
 from kilat.scores import Softcap
 
@@ -24,18 +23,29 @@ if TYPE_CHECKING:
 
     from kilat.problem import Operands, Problem
 
+TINY_SCALE = 1e-30
 _GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 
 
 class Box:
-    """What a launch reads of a `TensorDescriptor`, without its checks, which cost microseconds."""
+    """What a launch reads of a `TensorDescriptor`, without its checks; subclasses have all but `base`."""
 
-    __slots__ = ("base", "block_shape", "layout", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = ("base",)
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+    padding, round_f32_to_tf32 = "zero", False
 
-    def __init__(self, base: Tensor, like: TensorDescriptor) -> None:
+    def __init__(self, base: Tensor) -> None:
         self.base = base
-        self.shape, self.strides, self.block_shape = like.shape, like.strides, like.block_shape
-        self.layout, self.padding, self.round_f32_to_tf32 = like.layout, "zero", False
+
+
+def _box(like: TensorDescriptor | None) -> type[Box] | None:
+    if like is None:
+        return None
+    fixed = {name: getattr(like, name) for name in ("shape", "strides", "block_shape", "layout")}
+    return type("Box", (Box,), {"__slots__": (), **fixed})
 
 
 @dataclass
@@ -43,14 +53,14 @@ class Plan:
     """What a call needs beyond its tensors: the kernel and its arguments, tensors left out."""
 
     kernel: Any
-    boxes: tuple[TensorDescriptor | None, ...]  # q q2 k k2 v v2 o o2
+    boxes: tuple[type[Box] | None, ...]  # q q2 k k2 v v2 o o2
     grid: int
     numbers: tuple[Any, ...]
     constants: tuple[Any, ...]
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     out_dtype: torch.dtype
-    copies: tuple[bool, bool, bool]  # q k v: strides that TMA cannot take
+    copies: bool  # some input has strides that TMA cannot take
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -59,56 +69,42 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     q, k, v = o.q, o.k, o.v
     if not (q.numel() and k.numel()):
         return _without_keys(problem, o)
+    device = q.get_device()
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return forward(problem, operands)
     plans = problem.memo.get("gluon")
     if plans is None:
         plans = problem.memo["gluon"] = {}
-    device = q.device.index
     key = (q.stride(), k.stride(), v.stride(), device)
     plan = plans.get(key)
-    if torch.cuda.current_device() != device:
-        with torch.cuda.device(device):
-            return forward(problem, operands)
     if plan is None:
         plan = plans[key] = _make_plan(problem, o)
-    copies = plan.copies
-    if copies[0] or q.data_ptr() & 15:
-        q = _aligned(q)
-    if copies[1] or k.data_ptr() & 15:
-        k = _aligned(k)
-    if copies[2] or v.data_ptr() & 15:
-        v = _aligned(v)
-    if (q is not o.q) or (k is not o.k) or (v is not o.v):
-        return _launch_copies(problem, o, (q, k, v))
+    if plan.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        ready = [_aligned(x) if _must_copy(x) or x.data_ptr() & 15 else x for x in (q, k, v)]
+        return forward(problem, replace(o, q=ready[0], k=ready[1], v=ready[2]))
     out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    _launch(plan, o, (q, k, v), out, lse)
+    _launch(plan, o, out, lse)
     return out, lse
 
 
-def _launch(plan: Plan, o: Operands, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
-    """Start the kernel on the current stream."""
-    q, k, v = qkv
+def _launch(plan: Plan, o: Operands, out: Tensor, lse: Tensor) -> None:
+    """Start the kernel on the current stream, with numbers for pointers: about tensors the driver is asked."""
+    q, k, v = o.q, o.k, o.v
     q1, q2, k1, k2, v1, v2, o1, o2 = cast("Any", plan.boxes)
-    kernel = plan.kernel
-    hooks = triton.knobs.runtime
+    kernel, hooks, nothing = plan.kernel, triton.knobs.runtime, lse.data_ptr()
+    sink, cu_q, cu_kv, used_q, used_kv = o.sink, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv
     kernel.run(
-        plan.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index), kernel.function, kernel.packed_metadata,
+        plan.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.get_device()), kernel.function, kernel.packed_metadata,
         None, hooks.launch_enter_hook, hooks.launch_exit_hook,
-        Box(q, q1), None if q2 is None else Box(q, q2), Box(k, k1), None if k2 is None else Box(k, k2),
-        Box(v, v1), None if v2 is None else Box(v, v2), None if o1 is None else Box(out, o1),
-        None if o2 is None else Box(out, o2),
-        out, lse, lse if o.sink is None else o.sink,
-        lse if o.cu_seqlens_q is None else o.cu_seqlens_q, lse if o.cu_seqlens_kv is None else o.cu_seqlens_kv,
-        lse if o.seqlens_q is None else o.seqlens_q, lse if o.seqlens_kv is None else o.seqlens_kv,
+        q1(q), None if q2 is None else q2(q), k1(k), None if k2 is None else k2(k),
+        v1(v), None if v2 is None else v2(v), None if o1 is None else o1(out), None if o2 is None else o2(out),
+        out.data_ptr(), nothing, nothing if sink is None else sink.data_ptr(),
+        nothing if cu_q is None else cu_q.data_ptr(), nothing if cu_kv is None else cu_kv.data_ptr(),
+        nothing if used_q is None else used_q.data_ptr(), nothing if used_kv is None else used_kv.data_ptr(),
         *plan.numbers, *plan.constants,
     )  # fmt: skip
-
-
-def _launch_copies(problem: Problem, o: Operands, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The call with inputs that had to be copied."""
-    from dataclasses import replace
-
-    return forward(problem, replace(o, q=qkv[0], k=qkv[1], v=qkv[2]))
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -150,12 +146,12 @@ def _processors(device: int) -> int:
 
 def _make_plan(p: Problem, o: Operands) -> Plan:
     """The plan of a Problem; compiles its kernel."""
-    copies = (_must_copy(o.q), _must_copy(o.k), _must_copy(o.v))
+    copies = any(map(_must_copy, (o.q, o.k, o.v)))
     ragged, q = p.layout == "ragged", o.q
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = (p.num_heads_q, q.shape[0]) if ragged else (q.shape[0], p.num_heads_q, q.shape[1])
     out_dtype = getattr(torch, p.out_dtype)
-    if any(copies) or any(x.data_ptr() & 15 for x in (o.q, o.k, o.v)):
+    if copies or any(x.data_ptr() & 15 for x in (o.q, o.k, o.v)):
         return Plan(None, (), 0, (), (), out_shape, lse_shape, out_dtype, copies)
     config, bounds = heuristics.forward_config(p), affine(p.mask)
     if bounds is None:
@@ -164,15 +160,18 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     tiles = p.seqlen_q // block_q + p.batch + 1 if ragged else -(-p.seqlen_q // block_q)
     units = p.num_heads_q * (1 if ragged else p.batch)
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
-    scale_log2 = (2.0 * p.scale / cap if cap else p.scale) * LOG2E
+    # With a softcap the kernel scales tanh(slope s) by the cap; a scale of 0 must leave the -inf of hidden keys alone.
+    scale_log2, slope_log2 = (cap or p.scale or TINY_SCALE) * LOG2E, 2.0 * p.scale / cap * LOG2E if cap else 0.0
+    kind = sum(bit << i for i, bit in enumerate(bounds.kind))
+    unequal = bool(kind & 6) and not kind & 1  # causal: tiles see more or fewer keys
+    together = units if unequal else min(heuristics.heads_together(p), units)
     numbers = (
         p.batch, p.num_heads_q, p.group, p.seqlen_q, p.seqlen_kv, p.head_dim_v, bounds.left, bounds.right,
-        bounds.right_top_left, tiles, min(heuristics.heads_together(p), units), tiles * units, scale_log2, cap * LOG2E,
+        bounds.right_top_left, tiles, together, tiles * units, scale_log2, slope_log2,
     )  # fmt: skip
-    kind = sum(bit << i for i, bit in enumerate(x < FAR for x in bounds))
     constants = (
         config.consumers, heuristics.STAGES, config.d[1], config.v[1], ragged, p.padded_q + 2 * p.padded_kv, kind,
-        bool(kind & 6), p.scale < 0, bool(cap), p.has_sink, config.staging, config.registers[0],
+        bool(kind & 6), p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
     )  # fmt: skip
     out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
     staged = config.staging > 0
@@ -182,24 +181,27 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
         _descriptor(o.v, config.block_kv, config.v[0]), _descriptor(o.v, config.block_kv, config.v[1]),
         _descriptor(out, 64, config.v[0]) if staged else None, _descriptor(out, 64, config.v[1]) if staged else None,
     )  # fmt: skip
-    grid = min(_processors(q.device.index), tiles * units)
-    plan = Plan(None, boxes, grid, numbers, constants, out_shape, lse_shape, out_dtype, copies)
-    plan.kernel = _compile(plan, o, out, config)
-    for box in boxes:
-        if box is not None:
-            box.base = None  # a plan keeps no tensor alive
-    return plan
+    grid = heuristics.grid(p, _processors(q.get_device()), tiles * units, unequal=unequal)
+    kernel = _compile(boxes, numbers, constants, o, (out, torch.empty(lse_shape, device=q.device)), config)
+    return Plan(kernel, tuple(map(_box, boxes)), grid, numbers, constants, out_shape, lse_shape, out_dtype, copies)
 
 
-def _compile(plan: Plan, o: Operands, out: Tensor, config: heuristics.ForwardConfig) -> Any:
-    """The compiled kernel of a plan; Triton finds it in memory or on disk if it has seen the like."""
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=out.device)
+def _compile(
+    boxes: tuple[TensorDescriptor | None, ...],
+    numbers: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    o: Operands,
+    results: tuple[Tensor, Tensor],
+    config: heuristics.ForwardConfig,
+) -> Any:
+    """The compiled kernel; Triton finds it in memory or on disk if it has seen the like."""
+    out, lse = results
     kernel: Any = forward_kernel.run(
-        *plan.boxes, out, lse, lse if o.sink is None else o.sink,
+        *boxes, out, lse, lse if o.sink is None else o.sink,
         lse if o.cu_seqlens_q is None else o.cu_seqlens_q, lse if o.cu_seqlens_kv is None else o.cu_seqlens_kv,
         lse if o.seqlens_q is None else o.seqlens_q, lse if o.seqlens_kv is None else o.seqlens_kv,
-        *plan.numbers, *plan.constants,
-        grid=(plan.grid,), warmup=True, num_warps=4, maxnreg=config.registers[1], enable_fp_fusion=True,
+        *numbers, *constants,
+        grid=(1,), warmup=True, num_warps=4, maxnreg=config.registers[1], enable_fp_fusion=True,
     )  # fmt: skip
     return kernel.result() if hasattr(kernel, "result") else kernel
 

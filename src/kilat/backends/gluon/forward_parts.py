@@ -90,9 +90,9 @@ def load_seen_v(
 
 
 @gluon.jit
-def capped(s, scale_log2, cap):
-    """Softcap in log2 units: cap * tanh(s * scale / cap), where scale_log2 is 2 scale / cap in log2 units."""
-    return cap - (2.0 * cap) / (1.0 + gl.exp2(s * scale_log2))
+def capped(x, slope_log2):
+    """tanh(x * scale / cap), where slope_log2 is 2 scale / cap in log2 units: the scores without their cap."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * slope_log2))
 
 
 @gluon.jit
@@ -107,38 +107,29 @@ def issue_qk(m, q, q2, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: 
 
 
 @gluon.jit
-def seen(col, start, stop):
-    """Which keys of a block each query sees: col [1, BLOCK_KV], start and stop [64]."""
-    return (col >= gl.expand_dims(start, 1)) & (col < gl.expand_dims(stop, 1))
+def hide(x, col, start, stop, LEFT: gl.constexpr, NEGATIVE: gl.constexpr):
+    """x [64, BLOCK_KV] with the keys outside [start, stop) of each query hidden: -inf after a scale of either sign."""
+    hidden: gl.constexpr = float("inf") if NEGATIVE else float("-inf")
+    visible = col < gl.expand_dims(stop, 1)
+    if LEFT:
+        visible = visible & (col >= gl.expand_dims(start, 1))
+    return gl.where(visible, x, hidden)
 
 
 @gluon.jit
-def softmax(s, m, l, scale_log2, cap, visible, MASKED: gl.constexpr, NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr):
-    """(P, m, l, exp(m - m')) of one block; l [64, 8] is summed per thread, its columns belong together.
+def softmax(x, m, l, scale_log2, NEGATIVE: gl.constexpr):
+    """(P, m', l', exp(m - m')) of one block of scores; l [64, 8] is summed per thread, its columns belong together.
 
-    A row that sees none of the keys so far has m = -inf; its shift is 0, so that exp gives 0 and not NaN.
+    A row that has seen no key has m' = -inf; its shift is 0, so that exp gives 0 and not NaN.
     """
-    if SOFTCAP:
-        s = capped(s, scale_log2, cap)
-    elif MASKED:
-        s = s * scale_log2
-    if MASKED:
-        s = gl.where(visible, s, float("-inf"))
-    if MASKED or SOFTCAP:
-        m_new = gl.maximum(m, gl.max(s, 1))
-        shift = m_new
-        if MASKED:
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        p = gl.exp2(s - gl.expand_dims(shift, 1))
+    if NEGATIVE:
+        m_new = gl.maximum(m, gl.min(x, 1) * scale_log2)
     else:
-        if NEGATIVE:
-            m_new = gl.maximum(m, gl.min(s, 1) * scale_log2)
-        else:
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        shift = m_new
-        p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+        m_new = gl.maximum(m, gl.max(x, 1) * scale_log2)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(x * scale_log2 - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m - shift)
-    part = gl.sum(gl.reshape(p, [s.shape[0], s.shape[1] // 8, 8]), 1)
+    part = gl.sum(gl.reshape(p, [x.shape[0], x.shape[1] // 8, 8]), 1)
     part = gl.convert_layout(part, l.type.layout)
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + part
     return p, m_new, l, alpha
