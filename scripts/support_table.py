@@ -33,7 +33,7 @@ class Call:
     """The arguments of one call, and the tensors' sizes until `problem` makes them."""
 
     layout: str = "dense"
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.bfloat16  # what every backend takes
     out_dtype: torch.dtype | None = None
     heads: tuple[int, int] = (8, 8)
     head_dims: tuple[int, int] = (64, 64)
@@ -115,7 +115,7 @@ AXES: dict[str, dict[str, Change]] = {
         name: _set(layout=name)
         for name in ("dense", "padded", "ragged", "contiguous cache", "paged cache", "quantised pages")
     },
-    "dtype": {name: _set(dtype=getattr(torch, name)) for name in ("float32", "bfloat16", "float16", "float64")},
+    "dtype": {name: _set(dtype=getattr(torch, name)) for name in ("bfloat16", "float16", "float32", "float64")},
     "out_dtype": {"that of q": _set(), "float32": _set(out_dtype=torch.float32)},
     "query to key/value heads": {f"{q} to {kv}": _set(heads=(q, kv)) for q, kv in ((8, 8), (8, 2), (8, 1))},
     "head_dim": {

@@ -18,7 +18,7 @@ MAX_DIM = 256
 
 @lru_cache(maxsize=16)
 def _capability(device: str) -> tuple[int, int] | None:
-    """(major, minor) of a GPU, or None where torch finds none."""
+    """(major, minor) of a GPU; None where there is none, and a Problem is only asked about."""
     import torch
 
     return torch.cuda.get_device_capability(torch.device(device)) if torch.cuda.is_available() else None
@@ -40,11 +40,9 @@ class GluonBackend:
             return [f"the gluon backend works on CUDA tensors; got device={p.device!r}"]
         reasons: list[str] = []
         capability = _capability(p.device)
-        if capability != (9, 0):
-            found = (
-                "no CUDA device was found" if capability is None else f"{p.device} has {'.'.join(map(str, capability))}"
-            )
-            reasons.append(f"the gluon backend needs compute capability 9.0; {found}")
+        if capability not in (None, (9, 0)):
+            found = ".".join(map(str, capability or ()))
+            reasons.append(f"the gluon backend needs compute capability 9.0; {p.device} has {found}")
         if p.dtype not in ("float16", "bfloat16"):
             reasons.append(f"the gluon backend takes float16 and bfloat16; got dtype={p.dtype!r}")
         if max(p.head_dim, p.head_dim_v) > MAX_DIM:
