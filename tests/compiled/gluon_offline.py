@@ -50,8 +50,11 @@ class Compiled:
 
 
 @contextmanager
-def compiling() -> Iterator[dict[str, Compiled]]:
-    """Kernels that are launched on CPU tensors are compiled for sm_90 instead; yields them by name."""
+def compiling(consumers: int = 2, products: int = 20) -> Iterator[dict[str, Compiled]]:
+    """Kernels that are launched on CPU tensors are compiled for sm_90 instead; yields them by name.
+
+    Each of `consumers` has a main loop of at least `products` HGMMA instructions.
+    """
     found: dict[str, Compiled] = {}
     run, driver = JITFunction.run, triton.runtime.driver
     active = driver._active  # None where there is no GPU
@@ -63,7 +66,7 @@ def compiling() -> Iterator[dict[str, Compiled]]:
             knobs.nvidia.dump_ptxas_log = True
             knobs.compilation.always_compile = True
             kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found[self.fn.__name__] = read(kernel, log.getvalue())
+        found[self.fn.__name__] = read(kernel, log.getvalue(), consumers, products)
         return kernel
 
     driver.set_active(Driver())
@@ -75,7 +78,7 @@ def compiling() -> Iterator[dict[str, Compiled]]:
         driver._active = active
 
 
-def read(kernel: Any, log: str) -> Compiled:
+def read(kernel: Any, log: str, consumers: int = 2, products: int = 20) -> Compiled:
     """The figures of a compiled kernel."""
     code = disassembled(kernel.asm["cubin"]).splitlines()
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
@@ -86,7 +89,7 @@ def read(kernel: Any, log: str) -> Compiled:
 
     return Compiled(
         spilled=sum(spills),
-        in_loops=spills_in_loops(code),
+        in_loops=spills_in_loops(code, consumers, products),
         products=count("HGMMA"),
         loads=count("UTMALDG"),
         reductions=count("UTMAREDG"),
@@ -95,8 +98,8 @@ def read(kernel: Any, log: str) -> Compiled:
     )
 
 
-def spills_in_loops(code: list[str]) -> int:
-    """Spill instructions in the main loops of both consumers: the two shortest loops with at least 20 products.
+def spills_in_loops(code: list[str], consumers: int, products: int) -> int:
+    """Spill instructions in the main loops of the consumers: the shortest loops with at least so many products.
 
     (Waiting loops that ptxas moved to the end of the function look like loops over everything in between.)
     """
@@ -105,9 +108,9 @@ def spills_in_loops(code: list[str]) -> int:
     for end, line in enumerate(code):
         jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
         start = labels.get(jump.group(1), end) if jump else end
-        if start < end and sum("HGMMA" in x for x in code[start:end]) >= 20:
+        if start < end and sum("HGMMA" in x for x in code[start:end]) >= products:
             loops.append((start, end))
-    main = sorted(loops, key=lambda loop: loop[1] - loop[0])[:2]
+    main = sorted(loops, key=lambda loop: loop[1] - loop[0])[:consumers]
     return sum(bool(re.search(r"\b(STL|LDL)\b", x)) for start, end in main for x in code[start:end])
 
 

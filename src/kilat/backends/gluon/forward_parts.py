@@ -108,11 +108,16 @@ def issue_qk(m, q, q2, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: 
 
 @gluon.jit
 def hide(x, col, start, stop, LEFT: gl.constexpr, NEGATIVE: gl.constexpr):
-    """x [64, BLOCK_KV] with the keys outside [start, stop) of each query hidden: -inf after a scale of either sign."""
+    """x [64, BLOCK_KV] with the keys outside [start, stop) of each query hidden: -inf after a scale of either sign.
+
+    A thread's columns differ from those of its neighbours in bits 1 and 2. These are taken to the row's side of the
+    comparison, which leaves constants: else each column is a register, and at 160 registers they are spilled.
+    """
     hidden: gl.constexpr = float("inf") if NEGATIVE else float("-inf")
-    visible = col < gl.expand_dims(stop, 1)
+    lane = col & 6
+    visible = col - lane < gl.expand_dims(stop, 1) - lane
     if LEFT:
-        visible = visible & (col >= gl.expand_dims(start, 1))
+        visible = visible & (col - lane >= gl.expand_dims(start, 1) - lane)
     return gl.where(visible, x, hidden)
 
 
