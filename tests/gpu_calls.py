@@ -16,7 +16,7 @@ def on_gpu(call: Call, device: str = "cuda") -> Call:
     """The same call with every tensor on the GPU; strides stay as they are."""
 
     def move(x: torch.Tensor) -> torch.Tensor:
-        return _moved(x, device)
+        return moved(x, device)
 
     tensors: dict[str, Any] = {name: move(getattr(call, name)) for name in ("q", "k", "v", "dout", "dlse")}
     tensors["sink"] = None if call.sink is None else move(call.sink)
@@ -28,7 +28,7 @@ def on_gpu(call: Call, device: str = "cuda") -> Call:
     return dataclasses.replace(call, **tensors)
 
 
-def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
+def moved(x: torch.Tensor, device: str = "cuda") -> torch.Tensor:
     """A copy with the same strides, and the same NaN between rows."""
     if x.numel() == 0 or x.is_contiguous():
         return x.to(device)

@@ -160,7 +160,7 @@ MUTANTS = (
         BACKWARD,
     ),
     Mutant("backends/cpu/backward_half_products.py", '"k") >> 1, JOB', '"k") >> 2, JOB', HALF),
-    Mutant("backends/cpu/backward_half_products.py", "k_pitch, BLOCK)", "k_pitch, BLOCK - 2)", HALF),
+    Mutant("backends/cpu/backward_half_products.py", "k_pitch, BLOCK, 2)", "k_pitch, BLOCK - 2, 2)", HALF),
     Mutant("backends/cpu/backward_half_tiles.py", "low | (high << 16)", "low | (low << 16)", HALF),
     Mutant(
         "backends/cpu/backward_half_tiles.py",

@@ -13,27 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
+from offline import Driver, target_of
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-
-
-class Driver:
-    """Stands in for Triton's driver: it knows a target, and nothing is ever launched."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> str:
-        return "sm_90"  # kernels are remembered by device
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 @dataclass
@@ -69,7 +52,7 @@ def compiling(consumers: int = 2, products: int = 20) -> Iterator[dict[str, Comp
         found[self.fn.__name__] = read(kernel, log.getvalue(), consumers, products)
         return kernel
 
-    driver.set_active(Driver())
+    driver.set_active(Driver(target_of("sm_90")))
     JITFunction.run = compile_only
     try:
         yield found

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import helpers
 import pytest
-import torch
 from cases import CASES, Case
+from gpu_calls import moved
 
 from kilat import accuracy, reference
 from kilat.backends import registry
@@ -41,13 +41,9 @@ def _cases() -> list[Case]:
 
 def _on_gpu(operands: Operands) -> Operands:
     """The same tensors, strides included, on the GPU."""
-    moved = replace(operands)
-    for name in ("q", "k", "v", "sink", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv"):
-        x = getattr(operands, name)
-        if x is not None:
-            y = x.cuda() if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-            setattr(moved, name, y.copy_(x))
-    return moved
+    names = ("q", "k", "v", "sink", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
+    given = {name: getattr(operands, name) for name in names}
+    return replace(operands, **{name: moved(x) for name, x in given.items() if x is not None})
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import helpers
 import pytest
-import torch
 from cases import Case
+from gpu_calls import moved
 
 from kilat.backends import registry
 
@@ -37,10 +37,6 @@ def _cases() -> list[Case]:
     return found
 
 
-def _on_gpu(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
-
-
 @pytest.mark.parametrize("case", _cases(), ids=str)
 def test_forward(case: Case) -> None:
     """Within the budget, and the same bits again."""
@@ -52,7 +48,7 @@ def test_forward(case: Case) -> None:
     if reasons := found.unsupported(problem):
         pytest.skip("; ".join(reasons))
     given = {name: getattr(operands, name) for name in ("q", "k", "v", "sink", "cu_seqlens_q", "cu_seqlens_kv")}
-    moved = replace(operands, **{name: _on_gpu(x) for name, x in given.items() if x is not None})
-    runs = [[x.cpu() for x in found.forward(problem, moved)] for _ in range(2)]
+    operands = replace(operands, **{name: moved(x) for name, x in given.items() if x is not None})
+    runs = [[x.cpu() for x in found.forward(problem, operands)] for _ in range(2)]
     helpers.expectation(call).check({"out": runs[0][0], "lse": runs[0][1]})
     assert all(map(helpers.same_bits, *runs))

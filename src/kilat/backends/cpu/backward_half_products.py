@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kilat.backends.cpu.backward_half_tiles import BLOCK, HALF_ROW, JOB_BYTES, LANES, ROW, VEC, WORDS, RunJob
-from kilat.backends.cpu.emit import BF16, I8, I32, I64, PTR, VOID, Function, Module, Value, Var
+from kilat.backends.cpu.backward_half_tiles import BLOCK, HALF_ROW, JOB_BYTES, ROW, VEC, RunJob
+from kilat.backends.cpu.dots import dot_steps
+from kilat.backends.cpu.emit import I8, I64, PTR, VOID, Function, Module, Value, Var
 from kilat.backends.cpu.params import Params
 
 JOB = Params("a", "a_pitch", "b", "c", "k", "add")
@@ -153,22 +154,6 @@ def _dot_block(f: Function, c: Value, c_pitch: Value, add: Value, products: Call
             f.store(x.get(), c.at(r * c_pitch), v * VEC.bytes)
 
 
-def _dot_steps(
-    f: Function, acc: list[list[Var]], a: Value, a_pitch: Value, b: Value, b_pitch: Value, pairs: Value | int
-) -> None:
-    """acc[r][v] += sum over pairs of A[r][pair] . B[pair][v]; an even number of pairs."""
-    half = BF16.vec(2 * LANES)
-    rows = [a.at(r * a_pitch) for r in range(_ROWS)]
-    with f.range(0, pairs, 2) as n:
-        for odd in (0, 1):
-            right = b.at((n + odd) * b_pitch)
-            ys = [f.bitcast(f.load(WORDS, right, v * VEC.bytes), half) for v in range(_COLUMNS)]
-            for r, row in enumerate(rows):
-                x = f.bitcast(f.splat(f.load(I32, row, n * 4 + 4 * odd), LANES), half)
-                for v, y in enumerate(ys):
-                    acc[r][v].set(f.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", VEC, acc[r][v].get(), x, y))
-
-
 def _build_job_dots(m: Module) -> Function:
     """job(record): C (+)= A B for one 32 x 32 block of C; rows of B and C are ROW bytes apart."""
     with m.function("job", [PTR]) as f:
@@ -178,7 +163,7 @@ def _build_job_dots(m: Module) -> Function:
         pairs, add = JOB.read(f, job, "k") >> 1, JOB.read(f, job, "add")
         with f.range(0, BLOCK, _ROWS) as i:
             _dot_block(
-                f, c.at(i * row), row, add, lambda acc: _dot_steps(f, acc, a.at(i * pitch), pitch, b, row, pairs)
+                f, c.at(i * row), row, add, lambda acc: dot_steps(f, acc, a.at(i * pitch), pitch, b, row, pairs, 2)
             )
     return f
 
@@ -194,7 +179,7 @@ def _build_dq_dots(m: Module) -> Function:
                 with f.range(0, slots) as n:
                     left = ds.at(n * _TILE_BYTES + i * HALF_ROW)
                     right = k.at(f.load(I64, table, n * 8) * k_tile + j * 4)
-                    _dot_steps(f, acc, left, half, right, k_pitch, BLOCK)
+                    dot_steps(f, acc, left, half, right, k_pitch, BLOCK, 2)
 
             _dot_block(f, c.at(i * c_pitch + j * 4), c_pitch, add, products)
     return f

@@ -10,7 +10,7 @@ to whole blocks of BLOCK rows and columns and STEP numbers along the reduction.
 
 from __future__ import annotations
 
-from kilat.backends.cpu.emit import BF16, F32, I8, I16, I32, I64, PTR, VOID, Function, Module, Value
+from kilat.backends.cpu.emit import BF16, F32, I8, I16, I32, I64, PTR, VOID, Function, Module, Value, Var
 
 BLOCK = 32  # multiple of rows and of columns of C
 STEP = 32  # bfloat16 numbers along the reduction: one row of a tile
@@ -85,24 +85,39 @@ def build_dot_amx(m: Module, name: str, accumulate: bool) -> Function:
     return f
 
 
+def dot_steps(
+    f: Function,
+    acc: list[list[Var]],
+    a: Value,
+    a_pitch: Value,
+    b: Value,
+    b_pitch: Value,
+    pairs: Value | int,
+    unroll: int,
+) -> None:
+    """acc[r][v] += sum over pairs of A[r][pair] . B[pair][v], by vdpbf16ps; pairs is a multiple of `unroll`."""
+    vec, half = F32.vec(_LANES), BF16.vec(2 * _LANES)
+    rows = [a.at(r * a_pitch) for r in range(len(acc))]
+    with f.range(0, pairs, unroll) as n:
+        for u in range(unroll):
+            right = b.at((n + u) * b_pitch)
+            ys = [f.bitcast(f.load(I32.vec(_LANES), right, v * vec.bytes), half) for v in range(len(acc[0]))]
+            for r, row in enumerate(rows):
+                x = f.bitcast(f.splat(f.load(I32, row, n * 4 + 4 * u), _LANES), half)
+                for v, y in enumerate(ys):
+                    acc[r][v].set(f.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", vec, acc[r][v].get(), x, y))
+
+
 def build_dot_avx512(m: Module, name: str, accumulate: bool) -> Function:
     """The same as `build_dot_amx` by vdpbf16ps, 4 rows x 4 vectors (2 vectors where 64 columns are not left)."""
-    vec, pairs = F32.vec(_LANES), I32.vec(_LANES)
-    half = BF16.vec(2 * _LANES)
+    vec = F32.vec(_LANES)
     with m.function(name, [PTR, I64, PTR, I64, PTR, I64, I64, I64, I64]) as f:
         a, a_pitch, b, b_pitch, c, c_pitch, rows, columns, k = f.args
         wide = columns - columns % 64
 
         def block(i: Value, j: Value, vectors: int) -> None:
             acc = [[f.var(vec, 0.0) for _ in range(vectors)] for _ in range(4)]
-            with f.range(0, k >> 1) as kk:
-                right = b.at(kk * b_pitch + j * 4)
-                ys = [f.bitcast(f.load(pairs, right, v * vec.bytes), half) for v in range(vectors)]
-                for r in range(4):
-                    x = f.bitcast(f.splat(f.load(I32, a.at((i + r) * a_pitch), kk * 4, 2), _LANES), half)
-                    for v, y in enumerate(ys):
-                        dot = f.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", vec, acc[r][v].get(), x, y)
-                        acc[r][v].set(dot)
+            dot_steps(f, acc, a.at(i * a_pitch), a_pitch, b.at(j * 4), b_pitch, k >> 1, unroll=1)
             for r in range(4):
                 for v in range(vectors):
                     at = (i + r) * c_pitch + j * 4 + v * vec.bytes
