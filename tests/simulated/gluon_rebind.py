@@ -9,6 +9,9 @@ from typing import Any
 
 from simulated.gluon_values import I32
 
+SEEDS = 60
+"""Draws of delays in which a planted bug must show: a missing wait shows in one of three, so all 60 miss it never."""
+
 
 def _record(cls: Any) -> Callable[..., types.SimpleNamespace]:
     """What stands for an aggregate: its constructor takes the fields in order."""

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from simulated import backward_harness as harness
 from simulated.backward_harness import Setting
+from simulated.gluon_rebind import SEEDS
 from simulated.gluon_sim import SimError
 
 from kilat.backends.gluon import backward, backward_dq, backward_narrow, backward_parts, backward_wide
@@ -146,7 +147,7 @@ def test_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for module in (backward, backward_dq, backward_narrow, backward_parts, backward_wide):
         if hasattr(module, function.fn.__name__):
             monkeypatch.setattr(module, function.fn.__name__, broken)
-    for seed in range(12):
+    for seed in range(SEEDS):
         try:
             errors = harness.run(setting, seed, timeout=0.5)
         except (SimError, IndexError, OverflowError):

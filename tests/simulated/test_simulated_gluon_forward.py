@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from simulated.forward_harness import Call, Shape
+from simulated.gluon_rebind import SEEDS
 from simulated.gluon_sim import SimError
 
 from kilat.backends.gluon import forward, forward_parts
@@ -94,7 +95,7 @@ def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     ragged = Shape(ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), tail=9)
     padded = Shape(batch=2, seqlen=(70, 80), lengths_q=(70, 70), lengths_kv=(60, 80))
     shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged, padded]
-    for seed in range(12):
+    for seed in range(SEEDS):
         for shape in shapes:
             try:
                 Call(shape, seed).run(seed, timeout=1.0).check()
