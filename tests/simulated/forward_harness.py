@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from simulated.gluon_sim import Desc, Ptr, launch
 
-from kilat.backends.gluon import forward
+from kilat.backends.gluon import forward, schedule
 from kilat.backends.gluon.heuristics import boxes
+from kilat.masks.affine import Affine
 from kilat.masks.core import FAR
 from kilat.numerics import LOG2E
 
@@ -33,6 +34,9 @@ class Shape:
     block_kv: int = 64
     consumers: int = 2
     staging: int = 1
+    q_stages: int = 2
+    turns: bool = True
+    ordered: bool = True
     together: int = 2
     ctas: int = 3
 
@@ -82,6 +86,10 @@ class Call:
         units = z.heads[0] * (1 if z.ragged else batch)
         kind = sum((x < FAR) << i for i, x in enumerate(z.bounds))
         scale, slope = z.cap or self.scale or 1e-30, 2 * self.scale / z.cap if z.cap else 0.0
+        ordered, order = not z.ragged and z.ordered, np.zeros((1, 1), np.int32)
+        if ordered:
+            blocks = schedule.key_blocks(Affine(*z.bounds), 64 * z.consumers, z.block_kv, seqlen_q, seqlen_kv)
+            order = schedule.schedule(blocks, z.heads, batch, z.ctas)
         return {
             "q_desc": Desc(self.q, (1, 64, 1, d)), "q2_desc": Desc(self.q, (1, 64, 1, d2)),
             "k_desc": Desc(self.k, (1, z.block_kv, 1, d)), "k2_desc": Desc(self.k, (1, z.block_kv, 1, d2)),
@@ -89,14 +97,15 @@ class Call:
             "o_desc": Desc(self.out, (1, 64, 1, v)), "o2_desc": Desc(self.out, (1, 64, 1, v2)),
             "out_ptr": Ptr(self.out.reshape(-1)), "lse_ptr": nothing, "sink_ptr": Ptr(self.sink),
             "cu_q": offsets[0] if z.ragged else nothing, "cu_kv": offsets[1] if z.ragged else nothing,
-            "used_q": used[0], "used_kv": used[1], "batch": batch, "heads": z.heads[0],
+            "used_q": used[0], "used_kv": used[1], "order": Ptr(order.reshape(-1)), "batch": batch, "heads": z.heads[0],
             "group": z.heads[0] // z.heads[1], "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "head_dim_v": z.dims[1],
             "left": z.bounds[0], "right": z.bounds[1], "right_top_left": z.bounds[2], "tiles_per_unit": tiles,
-            "together": min(z.together, units), "n_tiles": tiles * units, "scale_log2": np.float32(scale * LOG2E),
+            "together": min(z.together, units), "n_turns": len(order) - 1 if ordered else -(-tiles * units // z.ctas), "scale_log2": np.float32(scale * LOG2E),
             "slope_log2": np.float32(slope * LOG2E), "CONSUMERS": z.consumers, "STAGES": 2, "D2": d2, "V2": v2,
             "RAGGED": z.ragged, "USED": 0 if z.ragged else (z.lengths_q is not None) + 2 * (z.lengths_kv is not None),
-            "BOUNDS": kind, "LONGEST_FIRST": bool(kind & 6), "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),
-            "SINK": z.sink, "STAGING": z.staging, "REGISTERS": 240,
+            "BOUNDS": kind, "ORDERED": ordered, "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),
+            "SINK": z.sink, "STAGING": z.staging, "REGISTERS": 240, "Q_STAGES": z.q_stages, "TURNS": z.turns,
+            "APART": True,
         }  # fmt: skip
 
     def run(self, seed: int = 0, *, timeout: float = 20.0, also: dict[str, Any] | None = None) -> Call:

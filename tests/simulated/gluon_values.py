@@ -303,6 +303,7 @@ FUNCTIONS: dict[str, Any] = {
     "assume": lambda _: None,
     "full": lambda shape, value, dtype, layout=None: tensor(np.full(shape, value, dtype)),
     "zeros": lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
+    "num_warps": lambda: 4,
     "arange": lambda a, b, layout=None: tensor(np.arange(a, b)),
     "convert_layout": lambda x, layout, **_: x,
     "expand_dims": lambda x, axis: tensor(np.expand_dims(x, axis)),

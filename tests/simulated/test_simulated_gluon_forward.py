@@ -35,7 +35,7 @@ SHAPES = {
     "softcap-sink": Shape(seqlen=(130, 200), cap=3.0, sink=True, heads=(2, 1)),
     "two-boxes": Shape(seqlen=(130, 200), dims=(96, 80), bounds=CAUSAL),
     "narrow": Shape(seqlen=(130, 200), dims=(72, 40)),
-    "through-q": Shape(seqlen=(300, 300), bounds=CAUSAL, staging=2, heads=(2, 2)),
+    "through-q": Shape(seqlen=(300, 300), bounds=CAUSAL, staging=2, q_stages=1, heads=(2, 2)),
     "from-registers": Shape(seqlen=(130, 70), dims=(96, 96), staging=0),
     "ragged": Shape(
         ragged=True, lengths_q=(5, 0, 130, 64), lengths_kv=(5, 70, 20, 200), tail=3, heads=(2, 1), bounds=CAUSAL,
@@ -54,25 +54,30 @@ def test_right_in_any_order(name: str) -> None:
         Call(SHAPES[name], seed).run(seed).check()
 
 
+WAIT_Q = "mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)"
+WAIT_Q_FREE = "mbarrier.wait(m.q_free.index(q_slot), ((tiles // Q_STAGES) & 1) ^ 1)"
 WAIT_V = "mbarrier.wait(m.v_full.index(before), ((done + t - 1) // STAGES) & 1)"
 WAIT_K = "mbarrier.wait(m.k_full.index(slot), ((done + t) // STAGES) & 1)"
 WAIT_S = "x = warpgroup_mma_wait(IN_FLIGHT, deps=[st])"
 RESCALE = "o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_L)), 1)"
 WAIT_STORE = """tma.store_wait(0)
-                        cta_barrier()"""
+            cta_barrier()"""
 
 BUGS: dict[str, tuple[Any, str, str]] = {
     # function, what stands there, what stands there instead
     "V is not waited for": (forward.consumer, WAIT_V, "pass"),
     "K is not waited for": (forward.consumer, WAIT_K, "pass"),
-    "Q is not waited for": (forward.consumer, "mbarrier.wait(m.q_full.index(W), tiles & 1)", "pass"),
-    "Q is overwritten": (forward.producer, "mbarrier.wait(m.q_free.index(w), (tiles & 1) ^ 1)", "pass"),
+    "Q is not waited for": (forward.consumer, WAIT_Q, "pass"),
+    "Q is overwritten": (forward.producer, WAIT_Q_FREE, "pass"),
+    "wrong buffer of Q": (forward.consumer, "at = tiles % Q_STAGES * CONSUMERS + W", "at = W"),
+    "a turn is not passed on": (forward.consumer, "pass_turn(m, W, CONSUMERS, TURNS)", "pass"),
+    "the wrong consumer's turn": (forward_parts.pass_turn, "(W + 1) % CONSUMERS", "W"),
     "V is freed early": (forward.consumer, WAIT_S, f"mbarrier.arrive(m.v_free.index(before), count=1); {WAIT_S}"),
     "wrong phase": (forward.producer, "((done + t) // STAGES) & 1", "((done + t) // STAGES + 1) & 1"),
     "wrong count": (forward.forward_kernel, "k_free.index(i), count=CONSUMERS", "k_free.index(i), count=1"),
     "S is read before it is there": (forward.consumer, WAIT_S, WAIT_S.replace("IN_FLIGHT", "IN_FLIGHT + 1")),
     "no fence before the box leaves": (forward_parts.store_box, "fence_async_shared()", "pass"),
-    "the output is overwritten": (forward.consumer, WAIT_STORE, "pass"),
+    "the output is overwritten": (forward_parts.write_tile, WAIT_STORE, "pass"),
     "no rescale": (forward.consumer, RESCALE, "pass"),
     "unseen values are not cleared": (forward_parts.load_seen_v, "clear_rows(m.v.index(slot), seen, ROWS, D)", "pass"),
 }
@@ -94,7 +99,8 @@ def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(function, "fn", mutant(function, there, instead))
     ragged = Shape(ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), tail=9)
     padded = Shape(batch=2, seqlen=(70, 80), lengths_q=(70, 70), lengths_kv=(60, 80))
-    shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged, padded]
+    short = Shape(seqlen=(900, 60), ctas=1)  # so that the producer may be two tiles ahead
+    shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged, padded, short]
     for seed in range(SEEDS):
         for shape in shapes:
             try:

@@ -26,27 +26,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kilat.backends.gluon._compat import cta_barrier
 from kilat.backends.gluon.forward_parts import (
     Shared,
     capped,
-    finish,
     hide,
     issue_qk,
     load,
     load_seen_v,
+    pass_turn,
+    row_max,
     softmax,
-    store_box,
-    store_rows,
+    take_turn,
+    write_tile,
 )
 from kilat.backends.gluon.tiles import Sizes, block_at, key_blocks, key_start, key_stop, locate, nth_tile
 
 
 @gluon.jit
 def producer(
-    m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_tiles,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
-    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
+    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Bring Q, K and V of every tile of this CTA."""
     BLOCK_KV: gl.constexpr = k_desc.block_shape[1]
@@ -55,24 +55,25 @@ def producer(
     done = 0  # blocks of keys so far, which is the place in the rings
     tiles = 0
     short = 0  # tiles with a block that nobody sees all of
-    for turn in range(gl.cdiv(n_tiles, gl.num_programs(0))):
-        tile = nth_tile(turn)
-        if tile < n_tiles:
-            b, h, row_q, row_kv, i0, q_rows, q_len, kv_len = locate(tile, s, BLOCK_Q, RAGGED, USED, LONGEST_FIRST)
+    place, b, h, h_kv = nth_tile(0, s, ORDERED, RAGGED, BOUNDS & 6)
+    for turn in range(n_turns):
+        following = nth_tile(turn + 1, s, ORDERED, RAGGED, BOUNDS & 6)
+        if place >= 0:
+            b, row_q, row_kv, i0, q_rows, q_len, kv_len = locate(place, b, s, BLOCK_Q, RAGGED, USED)
             if i0 < q_rows:
                 low, high, n_blocks, n_right, n_masked = key_blocks(i0, q_len, kv_len, s, BLOCK_Q, BLOCK_KV, BOUNDS)
-                h_kv = h // s.group
                 for t in range(n_blocks):
                     slot = (done + t) % STAGES
                     phase = ((done + t) // STAGES) & 1
                     first, _ = block_at(t, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
-                    mbarrier.wait(m.k_free.index(slot), phase ^ 1)
-                    load(m.k, m.k2, m.k_full.index(slot), k_desc, k2_desc, b, h_kv, row_kv + first, slot, D2)
                     if t == 0:
                         for w in gl.static_range(CONSUMERS):
-                            mbarrier.wait(m.q_free.index(w), (tiles & 1) ^ 1)
+                            q_slot = tiles % Q_STAGES * CONSUMERS + w
+                            mbarrier.wait(m.q_free.index(q_slot), ((tiles // Q_STAGES) & 1) ^ 1)
                             row = row_q + i0 + w * 64
-                            load(m.q, m.q2, m.q_full.index(w), q_desc, q2_desc, b, h, row, w, D2)
+                            load(m.q, m.q2, m.q_full.index(q_slot), q_desc, q2_desc, b, h, row, q_slot, D2)
+                    mbarrier.wait(m.k_free.index(slot), phase ^ 1)
+                    load(m.k, m.k2, m.k_full.index(slot), k_desc, k2_desc, b, h_kv, row_kv + first, slot, D2)
                     mbarrier.wait(m.v_free.index(slot), phase ^ 1)
                     if high - low < BLOCK_KV:
                         row = row_kv + first
@@ -82,14 +83,16 @@ def producer(
                         load(m.v, m.v2, m.v_full.index(slot), v_desc, v2_desc, b, h_kv, row_kv + first, slot, V2)
                 done += n_blocks
                 tiles += 1
+        place, b, h, h_kv = following
 
 
 @gluon.jit
 def consumer(
-    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2,
-    W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
-    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
-    NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
+    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2,
+    W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D2: gl.constexpr,
+    V2: gl.constexpr, RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
+    NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr, TURNS: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 W to 64 W + 63 of every tile of this CTA."""
     BLOCK_KV: gl.constexpr = m.k.shape[2]
@@ -101,24 +104,21 @@ def consumer(
     L_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
-    if V2:
-        O2_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V2, 16])
-        P2_L: gl.constexpr = gl.DotOperandLayout(0, O2_L, 2)
+    O2_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V2 if V2 else V, 16])
+    P2_L: gl.constexpr = gl.DotOperandLayout(0, O2_L, 2)
     IN_FLIGHT: gl.constexpr = 2 if V2 else 1  # products with V that a wait for S leaves under way
     dtype: gl.constexpr = m.k.dtype
     zero = gl.zeros([64, BLOCK_KV], gl.float32, S_L)
     row = W * 64 + gl.arange(0, 64, ROW)
     col = gl.expand_dims(gl.arange(0, BLOCK_KV, gl.SliceLayout(0, S_L)), 0)
-    q = m.q.index(W).reshape([64, D])
-    q2 = q
-    if D2:
-        q2 = m.q2.index(W).reshape([64, D2])
     done = 0
     tiles = 0
-    for turn in range(gl.cdiv(n_tiles, gl.num_programs(0))):
-        tile = nth_tile(turn)
-        if tile < n_tiles:
-            b, h, row_q, _, i0, q_rows, q_len, kv_len = locate(tile, s, BLOCK_Q, RAGGED, USED, LONGEST_FIRST)
+    turns = 0  # taken so far
+    place, b, h, h_kv = nth_tile(0, s, ORDERED, RAGGED, BOUNDS & 6)
+    for turn in range(n_turns):
+        following = nth_tile(turn + 1, s, ORDERED, RAGGED, BOUNDS & 6)
+        if place >= 0:
+            b, row_q, _, i0, q_rows, q_len, kv_len = locate(place, b, s, BLOCK_Q, RAGGED, USED)
             if i0 < q_rows:
                 low, high, n_blocks, n_right, n_masked = key_blocks(i0, q_len, kv_len, s, BLOCK_Q, BLOCK_KV, BOUNDS)
                 start = key_start(i0 + row, q_len, kv_len, s, BOUNDS)
@@ -126,33 +126,42 @@ def consumer(
                 top = gl.full([64], float("-inf"), gl.float32, ROW)
                 l = gl.zeros([64, 8], gl.float32, L_L)
                 o = gl.zeros([64, V], gl.float32, O_L)
+                o2 = o
                 if V2:
                     o2 = gl.zeros([64, V2], gl.float32, O2_L)
-
+                at = tiles % Q_STAGES * CONSUMERS + W
                 # the first block: nothing to overlap it with
-                mbarrier.wait(m.q_full.index(W), tiles & 1)
+                mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)
                 slot = done % STAGES
                 mbarrier.wait(m.k_full.index(slot), (done // STAGES) & 1)
-                st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
+                take_turn(m, turns, W, TURNS)
+                st = issue_qk(m, at, zero, slot, D, D2, BLOCK_KV)
+                pass_turn(m, W, CONSUMERS, TURNS)
+                turns += 1
                 x = warpgroup_mma_wait(0, deps=[st])  # [64, BLOCK_KV]
                 mbarrier.arrive(m.k_free.index(slot), count=1)
                 if SOFTCAP:
                     x = capped(x, slope_log2)
                 first, end = block_at(0, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
                 x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
-                p, top, l, alpha = softmax(x, top, l, scale_log2, NEGATIVE)
+                best = row_max(x, top, scale_log2, NEGATIVE)
+                p, l, alpha = softmax(x, top, best, l, scale_log2)
+                top = best
                 pt = gl.convert_layout(p.to(dtype), P_L)
 
                 for t in range(1, n_blocks):
                     slot = (done + t) % STAGES
                     before = (done + t - 1) % STAGES
                     mbarrier.wait(m.k_full.index(slot), ((done + t) // STAGES) & 1)
-                    st = issue_qk(m, q, q2, zero, slot, D, D2, BLOCK_KV)
+                    take_turn(m, turns, W, TURNS)
+                    st = issue_qk(m, at, zero, slot, D, D2, BLOCK_KV)
                     mbarrier.wait(m.v_full.index(before), ((done + t - 1) // STAGES) & 1)
                     ot = warpgroup_mma(pt, m.v.index(before).reshape([BLOCK_KV, V]), o, is_async=True)
                     if V2:
                         pt2 = gl.convert_layout(pt, P2_L)
                         ot2 = warpgroup_mma(pt2, m.v2.index(before).reshape([BLOCK_KV, V2]), o2, is_async=True)
+                    pass_turn(m, W, CONSUMERS, TURNS)
+                    turns += 1
                     x = warpgroup_mma_wait(IN_FLIGHT, deps=[st])  # [64, BLOCK_KV]
                     mbarrier.arrive(m.k_free.index(slot), count=1)
                     if SOFTCAP:
@@ -160,7 +169,13 @@ def consumer(
                     if BOUNDS and t < n_masked:  # without bounds only the first block can have keys to hide
                         first, end = block_at(t, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
                         x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
-                    p, top, l, alpha = softmax(x, top, l, scale_log2, NEGATIVE)
+                    best = row_max(x, top, scale_log2, NEGATIVE)
+                    if APART:
+                        # Complete for long: it ends the basic block, so that ptxas does not draw the second row's
+                        # maxima out under the first row's exponentials (head_dim 64 causal: 515 -> 537 TFLOP/s).
+                        mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)
+                    p, l, alpha = softmax(x, top, best, l, scale_log2)
+                    top = best
                     if V2:
                         o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
                         o2 = o2 * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O2_L)), 1)
@@ -171,57 +186,32 @@ def consumer(
                     pt = gl.convert_layout(p.to(dtype), P_L)
 
                 if STAGING != 2:
-                    mbarrier.arrive(m.q_free.index(W), count=1)
+                    mbarrier.arrive(m.q_free.index(at), count=1)
                 done += n_blocks
                 tiles += 1
                 slot = (done - 1) % STAGES
+                rows = (b, h, row_q, i0, q_rows, q_len, head_dim_v)
                 mbarrier.wait(m.v_full.index(slot), ((done - 1) // STAGES) & 1)
+                take_turn(m, turns, W, TURNS)
                 ot = warpgroup_mma(pt, m.v.index(slot).reshape([BLOCK_KV, V]), o, is_async=True)
                 if V2:
                     pt2 = gl.convert_layout(pt, P2_L)
                     ot2 = warpgroup_mma(pt2, m.v2.index(slot).reshape([BLOCK_KV, V2]), o2, is_async=True)
+                    pass_turn(m, W, CONSUMERS, TURNS)
                     o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
                 else:
+                    pass_turn(m, W, CONSUMERS, TURNS)
                     o = warpgroup_mma_wait(0, deps=[ot])
+                turns += 1
                 mbarrier.arrive(m.v_free.index(slot), count=1)
-
-                factor, lse = finish(top, gl.convert_layout(gl.sum(l, 1), ROW), sink_ptr, h, SINK)
-                unused = i0 + row >= q_len  # rows past a used length, tokens past the last offset
-                lse = gl.where(unused, float("-inf"), lse)
-                factor = gl.where(unused, 0.0, factor)
-                if RAGGED or USED & 1:
-                    o = gl.where(gl.expand_dims(gl.convert_layout(unused, gl.SliceLayout(1, O_L)), 1), 0.0, o)
-                o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_L)), 1)
-                # ragged: b is 0, row_q the sequence's first token, and `batch` rows of lse are heads
-                token = row_q + i0
-                lse_at = h.to(gl.int64) * s.seqlen_q + token
-                if not RAGGED:
-                    lse_at = (b * s.heads + h).to(gl.int64) * s.seqlen_q + token
-                gl.store(lse_ptr + lse_at + row, lse, mask=i0 + row < q_rows)
-                stride = s.heads * head_dim_v
-                out = out_ptr + ((b.to(gl.int64) * s.seqlen_q + token) * stride + h * head_dim_v)
-                rows = q_rows - i0
-                if V2:
-                    if RAGGED or USED & 1:
-                        o2 = gl.where(gl.expand_dims(gl.convert_layout(unused, gl.SliceLayout(1, O2_L)), 1), 0.0, o2)
-                    o2 = o2 * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O2_L)), 1)
-                if STAGING:
-                    if STAGING == 1:
-                        tma.store_wait(0)
-                        cta_barrier()  # the output of the tile before has left the buffer
-                    out += W * 64 * stride
-                    token += W * 64
-                    rows -= W * 64
-                    store_box(m.o.index(W), o_desc, o, out, b, token, h, rows, stride, head_dim_v, 0, RAGGED)
-                    if V2:
-                        store_box(m.o2.index(W), o2_desc, o2, out, b, token, h, rows, stride, head_dim_v, V, RAGGED)
-                    if STAGING == 2:
-                        tma.store_wait(0)
-                        mbarrier.arrive(m.q_free.index(W), count=1)
-                else:
-                    store_rows(out, o, row, rows, stride, head_dim_v)
-                    if V2:
-                        store_rows(out + V, o2, row, rows, stride, head_dim_v - V)
+                write_tile(
+                    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, o, o2, top, l, row, rows,
+                    W, V2, RAGGED, USED, SINK, STAGING,
+                )  # fmt: skip
+                if STAGING == 2:
+                    tma.store_wait(0)
+                    mbarrier.arrive(m.q_free.index(at), count=1)
+        place, b, h, h_kv = following
     if STAGING:
         tma.store_wait(0)
 
@@ -229,18 +219,18 @@ def consumer(
 @gluon.jit(
     do_not_specialize=[
         *("cu_q", "cu_kv", "used_q", "used_kv", "sink_ptr", "batch", "heads", "group", "seqlen_q", "seqlen_kv"),
-        *("head_dim_v", "left", "right", "right_top_left", "tiles_per_unit", "together", "n_tiles"),
+        *("order", "head_dim_v", "left", "right", "right_top_left", "tiles_per_unit", "together", "n_turns"),
     ]
 )
 def forward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc,
     out_ptr, lse_ptr, sink_ptr,
-    cu_q, cu_kv, used_q, used_kv, batch, heads, group, seqlen_q, seqlen_kv, head_dim_v,
-    left, right, right_top_left, tiles_per_unit, together, n_tiles, scale_log2, slope_log2,
+    cu_q, cu_kv, used_q, used_kv, order, batch, heads, group, seqlen_q, seqlen_kv, head_dim_v,
+    left, right, right_top_left, tiles_per_unit, together, n_turns, scale_log2, slope_log2,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
-    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """O and lse of q [batch, seqlen_q, heads, D], k and v alike (ragged: batch 1), as `kilat` defines them.
 
@@ -252,7 +242,7 @@ def forward_kernel(
     V: gl.constexpr = v_desc.block_shape[3]
     BLOCK_KV: gl.constexpr = k_desc.block_shape[1]
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, D], q_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 64, 1, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, V], v_desc.layout)
     q2 = q
@@ -261,7 +251,7 @@ def forward_kernel(
     o = q
     o2 = q
     if D2:
-        q2 = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, D2], q2_desc.layout)
+        q2 = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 1, 64, 1, D2], q2_desc.layout)
         k2 = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, D2], k2_desc.layout)
     if V2:
         v2 = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_KV, 1, V2], v2_desc.layout)
@@ -269,16 +259,19 @@ def forward_kernel(
         o = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, V], o_desc.layout)
         if V2:
             o2 = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, V2], o2_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for w in gl.static_range(CONSUMERS):
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    for w in gl.static_range(Q_STAGES * CONSUMERS):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_free.index(w), count=1)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(turn.index(w), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_free.index(i), count=CONSUMERS)
@@ -286,9 +279,9 @@ def forward_kernel(
         mbarrier.init(v_free.index(i), count=CONSUMERS)
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
-    m = Shared(q, q2, k, k2, v, v2, o, o2, q_full, q_free, k_full, k_free, v_full, v_free, v_raw)
+    m = Shared(q, q2, k, k2, v, v2, o, o2, q_full, q_free, k_full, k_free, v_full, v_free, v_raw, turn)
     s = Sizes(
-        cu_q, cu_kv, used_q, used_kv, batch, heads, group, seqlen_q, seqlen_kv,
+        cu_q, cu_kv, used_q, used_kv, order, batch, heads, group, seqlen_q, seqlen_kv,
         left, right, right_top_left, tiles_per_unit, together,
     )  # fmt: skip
     # Each partition is code of its own; the arguments stand here in full because a tuple kept in a variable would turn
@@ -297,35 +290,40 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 0,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                APART,
             )),
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 1,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                APART,
             )),
             (producer, (
-                m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_tiles,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST,
+                m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED,
             )),
-        ], [4, 4], [REGISTERS, 24])
+        ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 0,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                APART,
             )),
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 1,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                APART,
             )),
             (consumer, (
-                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_tiles, head_dim_v, scale_log2, slope_log2, 2,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST, NEGATIVE, SOFTCAP, SINK, STAGING,
+                m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 2,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                APART,
             )),
             (producer, (
-                m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_tiles,
-                CONSUMERS, STAGES, D2, V2, RAGGED, USED, BOUNDS, LONGEST_FIRST,
+                m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED,
             )),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, 24])
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

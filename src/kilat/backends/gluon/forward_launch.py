@@ -12,7 +12,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kilat.backends.gluon import heuristics
+from kilat.backends.gluon import heuristics, schedule
 from kilat.backends.gluon.forward import forward_kernel
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kilat.problem import Operands, Problem
 
 TINY_SCALE = 1e-30
+MAX_ORDERED = 1 << 17
+"""Tiles of a dense call up to which a table says whose they are (2 MB)."""
 _GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 
 
@@ -60,6 +62,7 @@ class Plan:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     out_dtype: torch.dtype
+    order: Tensor | None  # of tiles, see `schedule`
     copies: bool  # some input has strides that TMA cannot take
 
 
@@ -103,7 +106,7 @@ def _launch(plan: Plan, o: Operands, out: Tensor, lse: Tensor) -> None:
         out.data_ptr(), nothing, nothing if sink is None else sink.data_ptr(),
         nothing if cu_q is None else cu_q.data_ptr(), nothing if cu_kv is None else cu_kv.data_ptr(),
         nothing if used_q is None else used_q.data_ptr(), nothing if used_kv is None else used_kv.data_ptr(),
-        *plan.numbers, *plan.constants,
+        nothing if plan.order is None else plan.order.data_ptr(), *plan.numbers, *plan.constants,
     )  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     lse_shape = (p.num_heads_q, q.shape[0]) if ragged else (q.shape[0], p.num_heads_q, q.shape[1])
     out_dtype = getattr(torch, p.out_dtype)
     if copies or any(x.data_ptr() & 15 for x in (o.q, o.k, o.v)):
-        return Plan(None, (), 0, (), (), out_shape, lse_shape, out_dtype, copies)
+        return Plan(None, (), 0, (), (), out_shape, lse_shape, out_dtype, None, copies)
     config, bounds = heuristics.forward_config(p), affine(p.mask)
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
@@ -164,14 +167,21 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     scale_log2, slope_log2 = (cap or p.scale or TINY_SCALE) * LOG2E, 2.0 * p.scale / cap * LOG2E if cap else 0.0
     kind = sum(bit << i for i, bit in enumerate(bounds.kind))
     unequal = bool(kind & 6) and not kind & 1  # causal: tiles see more or fewer keys
-    together = units if unequal else min(heuristics.heads_together(p), units)
+    together = min(heuristics.heads_together(p), units)
+    grid = heuristics.grid(p, _processors(q.get_device()), tiles * units, unequal=unequal)
+    order, turns, ordered = None, -(-tiles * units // grid), not ragged and tiles * units <= MAX_ORDERED
+    if ordered:
+        blocks = schedule.key_blocks(bounds, block_q, config.block_kv, p.seqlen_q, p.seqlen_kv)
+        table = schedule.schedule(blocks, (p.num_heads_q, p.num_heads_kv), p.batch, grid)
+        order, turns = torch.from_numpy(table).to(q.device), len(table) - 1
     numbers = (
         p.batch, p.num_heads_q, p.group, p.seqlen_q, p.seqlen_kv, p.head_dim_v, bounds.left, bounds.right,
-        bounds.right_top_left, tiles, together, tiles * units, scale_log2, slope_log2,
+        bounds.right_top_left, tiles, together, turns, scale_log2, slope_log2,
     )  # fmt: skip
     constants = (
         config.consumers, heuristics.STAGES, config.d[1], config.v[1], ragged, p.padded_q + 2 * p.padded_kv, kind,
-        bool(kind & 6), p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
+        ordered, p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
+        config.q_stages, config.turns, __import__('os').environ.get('APART', '1') == '1',
     )  # fmt: skip
     out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
     staged = config.staging > 0
@@ -181,9 +191,8 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
         _descriptor(o.v, config.block_kv, config.v[0]), _descriptor(o.v, config.block_kv, config.v[1]),
         _descriptor(out, 64, config.v[0]) if staged else None, _descriptor(out, 64, config.v[1]) if staged else None,
     )  # fmt: skip
-    grid = heuristics.grid(p, _processors(q.get_device()), tiles * units, unequal=unequal)
-    kernel = _compile(boxes, numbers, constants, o, (out, torch.empty(lse_shape, device=q.device)), config)
-    return Plan(kernel, tuple(map(_box, boxes)), grid, numbers, constants, out_shape, lse_shape, out_dtype, copies)
+    kernel = _compile(boxes, numbers, constants, o, (out, torch.empty(lse_shape, device=q.device), order), config)
+    return Plan(kernel, tuple(map(_box, boxes)), grid, numbers, constants, out_shape, lse_shape, out_dtype, order, copies)
 
 
 def _compile(
@@ -191,16 +200,16 @@ def _compile(
     numbers: tuple[Any, ...],
     constants: tuple[Any, ...],
     o: Operands,
-    results: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor | None],
     config: heuristics.ForwardConfig,
 ) -> Any:
     """The compiled kernel; Triton finds it in memory or on disk if it has seen the like."""
-    out, lse = results
+    out, lse, order = results
     kernel: Any = forward_kernel.run(
         *boxes, out, lse, lse if o.sink is None else o.sink,
         lse if o.cu_seqlens_q is None else o.cu_seqlens_q, lse if o.cu_seqlens_kv is None else o.cu_seqlens_kv,
         lse if o.seqlens_q is None else o.seqlens_q, lse if o.seqlens_kv is None else o.seqlens_kv,
-        *numbers, *constants,
+        lse if order is None else order, *numbers, *constants,
         grid=(1,), warmup=True, num_warps=4, maxnreg=config.registers[1], enable_fp_fusion=True,
     )  # fmt: skip
     return kernel.result() if hasattr(kernel, "result") else kernel

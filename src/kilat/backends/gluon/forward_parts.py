@@ -5,7 +5,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from kilat.backends.gluon._compat import aggregate, async_load, async_store, cta_barrier
 
@@ -32,9 +32,10 @@ class Shared:
     v_full: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
     v_raw: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, q2, k, k2, v, v2, o, o2, q_full, q_free, k_full, k_free, v_full, v_free, v_raw):
+    def __init__(self, q, q2, k, k2, v, v2, o, o2, q_full, q_free, k_full, k_free, v_full, v_free, v_raw, turn):
         self.q = q
         self.q2 = q2
         self.k = k
@@ -50,6 +51,7 @@ class Shared:
         self.v_full = v_full
         self.v_free = v_free
         self.v_raw = v_raw
+        self.turn = turn
 
 
 @gluon.jit
@@ -66,7 +68,7 @@ def load(x, x2, full, desc, desc2, b, h, row, at, D2: gl.constexpr):
 @gluon.jit
 def clear_rows(x, first, ROWS: gl.constexpr, D: gl.constexpr):
     """Zero the rows of a [1, ROWS, 1, D] buffer from `first` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     tile = x.reshape([ROWS, D])
     for r in gl.static_range(0, ROWS, 8):
         if r + 8 > first:
@@ -96,11 +98,27 @@ def capped(x, slope_log2):
 
 
 @gluon.jit
-def issue_qk(m, q, q2, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """S = Q K^T under way: [64, BLOCK_KV]."""
+def take_turn(m, turns, W: gl.constexpr, TURNS: gl.constexpr):
+    """Wait until it is consumer W's turn to issue products; it has had `turns` of them."""
+    if TURNS:
+        mbarrier.wait(m.turn.index(W), (turns & 1) ^ (1 if W == 0 else 0))
+
+
+@gluon.jit
+def pass_turn(m, W: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
+    """The next consumer's turn to issue products."""
+    if TURNS:
+        mbarrier.arrive(m.turn.index((W + 1) % CONSUMERS), count=1)
+
+
+@gluon.jit
+def issue_qk(m, at, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """S = Q K^T under way: [64, BLOCK_KV], of buffer `at` of Q and buffer `slot` of K."""
+    q = m.q.index(at).reshape([64, D])
     k = m.k.index(slot).reshape([BLOCK_KV, D])
     st = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D2:
+        q2 = m.q2.index(at).reshape([64, D2])
         k2 = m.k2.index(slot).reshape([BLOCK_KV, D2])
         st = warpgroup_mma(q2, k2.permute((1, 0)), st, is_async=True)
     return st
@@ -122,22 +140,30 @@ def hide(x, col, start, stop, LEFT: gl.constexpr, NEGATIVE: gl.constexpr):
 
 
 @gluon.jit
-def softmax(x, m, l, scale_log2, NEGATIVE: gl.constexpr):
-    """(P, m', l', exp(m - m')) of one block of scores; l [64, 8] is summed per thread, its columns belong together.
+def row_max(x, m, scale_log2, NEGATIVE: gl.constexpr):
+    """The largest score of each row so far, in log2 units, by which exp is shifted."""
+    # per thread first, two columns at a time: one chain of maxima a row would be 4 cycles a column
+    pairs = gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    if NEGATIVE:
+        best = gl.min(gl.min(pairs, 1), 1)
+    else:
+        best = gl.max(gl.max(pairs, 1), 1)
+    return gl.maximum(m, gl.convert_layout(best, m.type.layout) * scale_log2)
+
+
+@gluon.jit
+def softmax(x, m, m_new, l, scale_log2):
+    """(P, l', exp(m - m')) of one block of scores; l [64, 8] is summed per thread, its columns belong together.
 
     A row that has seen no key has m' = -inf; its shift is 0, so that exp gives 0 and not NaN.
     """
-    if NEGATIVE:
-        m_new = gl.maximum(m, gl.min(x, 1) * scale_log2)
-    else:
-        m_new = gl.maximum(m, gl.max(x, 1) * scale_log2)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(x * scale_log2 - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m - shift)
     part = gl.sum(gl.reshape(p, [x.shape[0], x.shape[1] // 8, 8]), 1)
     part = gl.convert_layout(part, l.type.layout)
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + part
-    return p, m_new, l, alpha
+    return p, l, alpha
 
 
 @gluon.jit
@@ -194,3 +220,50 @@ def finish(m, l, sink_ptr, h, SINK: gl.constexpr):
         total = l
     factor = gl.where(total == 0.0, 0.0, seen / total)
     return factor, (shift + gl.log2(total)) * LN2
+
+
+@gluon.jit
+def write_tile(
+    m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, o, o2, top, l, row, rows,
+    W: gl.constexpr, V2: gl.constexpr, RAGGED: gl.constexpr, USED: gl.constexpr, SINK: gl.constexpr,
+    STAGING: gl.constexpr,
+):  # fmt: skip
+    """Write O / l and lse of a consumer's 64 rows; `rows` is where they lie (see `locate`), o the sum of P V."""
+    b, h, row_q, i0, q_rows, q_len, head_dim_v = rows
+    V: gl.constexpr = o.shape[1]
+    of_o: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    of_o2: gl.constexpr = gl.SliceLayout(1, o2.type.layout)
+    factor, lse = finish(top, gl.convert_layout(gl.sum(l, 1), top.type.layout), sink_ptr, h, SINK)
+    unused = i0 + row >= q_len  # rows past a used length, tokens past the last offset
+    lse = gl.where(unused, float("-inf"), lse)
+    factor = gl.where(unused, 0.0, factor)
+    if RAGGED or USED & 1:
+        o = gl.where(gl.expand_dims(gl.convert_layout(unused, of_o), 1), 0.0, o)
+    o = o * gl.expand_dims(gl.convert_layout(factor, of_o), 1)
+    # ragged: b is 0, row_q the sequence's first token, and `batch` rows of lse are heads
+    token = row_q + i0
+    lse_at = h.to(gl.int64) * s.seqlen_q + token
+    if not RAGGED:
+        lse_at = (b * s.heads + h).to(gl.int64) * s.seqlen_q + token
+    gl.store(lse_ptr + lse_at + row, lse, mask=i0 + row < q_rows)
+    stride = s.heads * head_dim_v
+    out = out_ptr + ((b.to(gl.int64) * s.seqlen_q + token) * stride + h * head_dim_v)
+    left = q_rows - i0
+    if V2:
+        if RAGGED or USED & 1:
+            o2 = gl.where(gl.expand_dims(gl.convert_layout(unused, of_o2), 1), 0.0, o2)
+        o2 = o2 * gl.expand_dims(gl.convert_layout(factor, of_o2), 1)
+    if STAGING:
+        if STAGING == 1:
+            tma.store_wait(0)
+            cta_barrier()  # the output of the tile before has left the buffer
+        out += W * 64 * stride
+        token += W * 64
+        left -= W * 64
+        store_box(m.o.index(W), o_desc, o, out, b, token, h, left, stride, head_dim_v, 0, RAGGED)
+        if V2:
+            store_box(m.o2.index(W), o2_desc, o2, out, b, token, h, left, stride, head_dim_v, V, RAGGED)
+    else:
+        store_rows(out, o, row, left, stride, head_dim_v)
+        if V2:
+            store_rows(out + V, o2, row, left, stride, head_dim_v - V)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kilat.backends.gluon.schedule import key_blocks
+from kilat.masks.affine import affine
+
 if TYPE_CHECKING:
     from kilat.problem import Problem
 
@@ -31,6 +34,8 @@ class ForwardConfig:
     consumers: int
     block_kv: int
     staging: int
+    q_stages: int
+    turns: bool  # consumers issue their products one after the other
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -39,19 +44,39 @@ class ForwardConfig:
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
-    """Measured on an H200: three consumers win at 64, since a tile of 192 queries reads fewer keys a query."""
+    """Measured on an H200; docs/lab/gluon-forward.md has the numbers."""
     d, v = boxes(problem.head_dim), boxes(problem.head_dim_v)
-    consumers = 3 if max(sum(d), sum(v)) <= 64 else 2
+    narrow = max(sum(d), sum(v)) <= 64
+    consumers = 3 if narrow and _three_pay(problem) else 2
     block_kv = 128 if sum(v) <= 128 and sum(d) <= 192 else 64
-    shared = 2 * (64 * consumers * sum(d) + STAGES * block_kv * (sum(d) + sum(v)))
+
+    def shared(q_stages: int, staging: int) -> int:
+        rows = 64 * consumers
+        ring = STAGES * block_kv * (sum(d) + sum(v))
+        return 2 * (q_stages * rows * sum(d) + ring + (rows * sum(v) if staging == 1 else 0))
+
     boxable = problem.out_dtype == problem.dtype and problem.head_dim_v % 8 == 0
     if not boxable:
         staging = 0
-    elif shared + 2 * 64 * consumers * sum(v) <= MAX_SHARED:
+    elif shared(1, 1) <= MAX_SHARED:
         staging = 1
     else:
         staging = 2 if d[0] == v[0] and not v[1] else 0
-    return ForwardConfig(d, v, consumers, block_kv, staging)
+    q_stages = 2 if staging != 2 and shared(2, staging) <= MAX_SHARED else 1
+    return ForwardConfig(d, v, consumers, block_kv, staging, q_stages, turns=narrow)
+
+
+def _three_pay(problem: Problem) -> bool:
+    """Whether three consumers are faster than two at 64: a block is 1.25 times as fast for each row, but more is wasted.
+
+    A tile of 192 queries costs 2.3 blocks beside its own, one of 128 costs 1.5; ends of sequences and the edge of a mask
+    are rounded up to whole tiles and blocks. Causal at 512: 270 TFLOP/s with two, 195 with three; at 16k 448 and 537.
+    """
+    bounds = affine(problem.mask)
+    if problem.layout == "ragged" or bounds is None:
+        return True
+    two, three = (key_blocks(bounds, rows, 128, problem.seqlen_q, problem.seqlen_kv) for rows in (128, 192))
+    return 192 * (three + 2.3).sum() < 1.25 * 128 * (two + 1.5).sum()
 
 
 def heads_together(problem: Problem) -> int:

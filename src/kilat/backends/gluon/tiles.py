@@ -20,6 +20,7 @@ class Sizes:
     cu_kv: gl.tensor
     used_q: gl.tensor
     used_kv: gl.tensor
+    order: gl.tensor
     batch: gl.tensor
     heads: gl.tensor
     group: gl.tensor
@@ -38,6 +39,7 @@ class Sizes:
         cu_kv,
         used_q,
         used_kv,
+        order,
         batch,
         heads,
         group,
@@ -53,6 +55,7 @@ class Sizes:
         self.cu_kv = cu_kv
         self.used_q = used_q
         self.used_kv = used_kv
+        self.order = order
         self.batch = batch
         self.heads = heads
         self.group = group
@@ -72,16 +75,6 @@ def clamp(x, low, high):
 
 
 @gluon.jit
-def nth_tile(turn):
-    """The number of this CTA's tile in its turn: forwards and backwards by turns, so that lengths even out."""
-    ctas = gl.num_programs(0)
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = ctas - 1 - place
-    return turn * ctas + place
-
-
-@gluon.jit
 def unit_and_slot(tile, units, s, LONGEST_FIRST: gl.constexpr):
     """(unit, slot) of a tile: a unit is a head of a sequence (ragged: a head), a slot its block of queries.
 
@@ -89,12 +82,38 @@ def unit_and_slot(tile, units, s, LONGEST_FIRST: gl.constexpr):
     """
     section = tile // (s.together * s.tiles)
     rest = tile - section * (s.together * s.tiles)
-    width = gl.minimum(s.together, units - section * s.together)
+    width = gl.maximum(gl.minimum(s.together, units - section * s.together), 1)  # past the last tile it would be 0
     slot = rest // width
     unit = section * s.together + rest - slot * width
     if LONGEST_FIRST:
         slot = s.tiles - 1 - slot
     return unit, slot
+
+
+@gluon.jit
+def nth_tile(turn, s, ORDERED: gl.constexpr, RAGGED: gl.constexpr, LONGEST_FIRST: gl.constexpr):
+    """(slot, b, h, h_kv) of this CTA's tile in its turn; the slot is -1 where there is none.
+
+    ORDERED: read from the table of `schedule`, without a division, and asked for a tile ahead.
+    """
+    tile = turn * gl.num_programs(0) + gl.program_id(0)
+    if ORDERED:
+        at = s.order + tile * 4
+        slot = gl.load(at)
+        b = gl.load(at + 1)
+        h = gl.load(at + 2)
+        h_kv = gl.load(at + 3)
+    else:
+        units = s.heads
+        if not RAGGED:
+            units = s.heads * s.batch
+        unit, slot = unit_and_slot(tile, units, s, LONGEST_FIRST)
+        if tile >= units * s.tiles:
+            slot = -1
+        b = unit // s.heads
+        h = unit - b * s.heads
+        h_kv = h // s.group
+    return slot, b, h, h_kv
 
 
 @gluon.jit
@@ -104,15 +123,14 @@ def first_slot(b, s, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def locate(tile, s, BLOCK_Q: gl.constexpr, RAGGED: gl.constexpr, USED: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    """(b, h, row_q, row_kv, i0, q_rows, q_len, kv_len) of a tile.
+def locate(slot, b, s, BLOCK_Q: gl.constexpr, RAGGED: gl.constexpr, USED: gl.constexpr):
+    """(b, row_q, row_kv, i0, q_rows, q_len, kv_len) of a tile.
 
     b is the first coordinate of tensor boxes (0 if ragged), row_q and row_kv the rows of token 0 of the sequence
     there, i0 the first query of the tile in its sequence. Queries from q_len to q_rows are written as rows that see
     nothing; in a slot that no sequence needs, i0 >= q_rows. Tokens past the last offset are a sequence without keys.
     """
     if RAGGED:
-        h, slot = unit_and_slot(tile, s.heads, s, LONGEST_FIRST)
         low = slot * 0
         high = s.batch
         while low < high:  # the last sequence that starts at or before this slot
@@ -137,9 +155,6 @@ def locate(tile, s, BLOCK_Q: gl.constexpr, RAGGED: gl.constexpr, USED: gl.conste
         kv_len = end_kv - row_kv
         b = slot * 0
     else:
-        unit, slot = unit_and_slot(tile, s.batch * s.heads, s, LONGEST_FIRST)
-        b = unit // s.heads
-        h = unit - b * s.heads
         i0 = slot * BLOCK_Q
         row_q = 0
         row_kv = 0
@@ -150,7 +165,7 @@ def locate(tile, s, BLOCK_Q: gl.constexpr, RAGGED: gl.constexpr, USED: gl.conste
             q_len = clamp(gl.load(s.used_q + b), 0, s.seqlen_q)
         if USED & 2:
             kv_len = clamp(gl.load(s.used_kv + b), 0, s.seqlen_kv)
-    return b, h, row_q, row_kv, i0, q_rows, q_len, kv_len
+    return b, row_q, row_kv, i0, q_rows, q_len, kv_len
 
 
 @gluon.jit

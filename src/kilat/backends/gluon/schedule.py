@@ -1,0 +1,85 @@
+"""Which CTA works on which tiles of a dense problem: list scheduling on the host, once a Problem.
+
+Tiles are dealt in an order to the CTA that is free first: a few heads at a time, so that their keys and values are read
+from memory once, each with its longest tiles first; at the end more heads at a time, so that the last tiles are short.
+An order that a CTA can compute cannot do both: a few heads at a time did not even out over the CTAs (20 to 36 % at 16k),
+and all heads at a time read the keys again for every row of tiles (446 against 552 TFLOP/s at head_dim 128, 2k, causal).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kilat.masks.affine import Affine
+
+OF_A_TILE = 1.5
+"""What a tile costs beside its blocks of keys, in blocks: its first products and its way out."""
+EVEN = 1.015
+"""Busiest CTA / mean at which more heads at the end are not tried."""
+
+
+def key_blocks(bounds: Affine, block_q: int, block_kv: int, seqlen_q: int, seqlen_kv: int) -> NDArray[np.int64]:
+    """Blocks of keys of each tile of a sequence, as the kernel counts them: [tiles]."""
+    first = np.arange(0, seqlen_q, block_q)
+    last, shift = np.minimum(first + block_q, seqlen_q) - 1, seqlen_kv - seqlen_q
+    stop = np.minimum(last + shift + bounds.right, last + bounds.right_top_left) + 1
+    high = np.clip(stop, 0, seqlen_kv)
+    low = np.clip(first + shift - bounds.left, 0, high)
+    return np.maximum(-(-(high - low) // block_kv), 1)
+
+
+def in_order(costs: NDArray[np.float64], units: int, together: int, at_the_end: int) -> NDArray[np.int64]:
+    """[tiles, 2] of (slot, unit): `together` units (heads of a sequence) at a time, then the last `at_the_end` of them.
+
+    Of these the tile that costs most comes first; costs [slots] are those of a unit's tiles.
+    """
+    first = np.argsort(-costs, kind="stable")
+    ends = [*range(together, units - at_the_end + 1, together), units]
+    parts = [np.arange(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    return np.concatenate([np.stack(np.meshgrid(first, part, indexing="ij"), -1).reshape(-1, 2) for part in parts])
+
+
+def deal(costs: list[float], ctas: int) -> tuple[list[list[int]], float]:
+    """(indices of each CTA's tiles in turn, busiest CTA / mean) if each takes the next tile when it is free."""
+    free = [(0.0, cta) for cta in range(ctas)]
+    dealt: list[list[int]] = [[] for _ in range(ctas)]
+    for tile, cost in enumerate(costs):
+        load, cta = free[0]
+        heapq.heapreplace(free, (load + cost, cta))
+        dealt[cta].append(tile)
+    return dealt, max(free)[0] * ctas / sum(costs)
+
+
+def schedule(blocks: NDArray[np.int64], heads: tuple[int, int], batch: int, ctas: int) -> NDArray[np.int32]:
+    """(slot, sequence, head, key/value head) of each CTA's tile in its turn: [turns + 1, ctas, 4]; slot -1: none left.
+
+    blocks [slots] are the blocks of keys of a head's tiles; heads are (query, key/value) heads.
+    """
+    units, group, costs = heads[0] * batch, heads[0] // heads[1], blocks + OF_A_TILE
+    together = at_the_end = min(-(-ctas * int(__import__('os').environ.get('M', '2')) // (2 * len(blocks) * group)) * group, units)
+    if (blocks == blocks[0]).all():
+        tiles = in_order(costs, units, together, together)
+        return _table(tiles, [list(range(cta, len(tiles), ctas)) for cta in range(ctas)], heads)
+    found: list[tuple[float, NDArray[np.int64], list[list[int]]]] = []
+    while not found or (found[-1][0] > EVEN and at_the_end < units):
+        at_the_end = min(at_the_end * 2, units)
+        tiles = in_order(costs, units, together, at_the_end)
+        dealt, uneven = deal(costs[tiles[:, 0]].tolist(), ctas)
+        found.append((uneven, tiles, dealt))
+    _, tiles, dealt = min(found, key=lambda entry: entry[0])
+    return _table(tiles, dealt, heads)
+
+
+def _table(tiles: NDArray[np.int64], dealt: list[list[int]], heads: tuple[int, int]) -> NDArray[np.int32]:
+    table = np.full((max(map(len, dealt)) + 1, len(dealt), 4), -1, np.int32)
+    for cta, mine in enumerate(dealt):
+        slot, unit = tiles[mine].T
+        head = unit % heads[0]
+        table[: len(mine), cta] = np.stack([slot, unit // heads[0], head, head // (heads[0] // heads[1])], -1)
+    return table
