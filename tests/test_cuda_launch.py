@@ -12,11 +12,10 @@ from unittest import mock
 import pytest
 
 from kilat.backends import common
-from kilat.backends.common import Changing, Kernel, Launch, TensorMaps, Tiled
+from kilat.backends.common import Changing, Kernel, Launch, Source, TensorMaps, Tiled
 
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 KERNEL = Kernel("f", 48, 384, 1000, 3)
-SIZES = (256, 8)
 ARGUMENTS = (Changing(0), b"\1\0\0\0", Changing(0, 128), bytes(range(8)), Changing(1), bytes(8))
 LENGTHS = (128, 4, 128, 8, 8, 8)
 
@@ -69,57 +68,92 @@ def library() -> Iterator[Library]:
         yield made
 
 
+def launch_of(library: Library) -> Launch:
+    """A launch whose maps and pointers follow from the addresses of two tensors."""
+    maps = TensorMaps([TILED, TILED], KERNEL.device)
+    return Launch(KERNEL, 5, ARGUMENTS, [Source(1, 32, maps), Source(0, 8)])
+
+
+def expected(n: int, address: int) -> list[bytes]:
+    """The arguments of a launch before which n tensor maps had been made."""
+    first, second = bytes([n % 256 + 1]) * 128, bytes([n % 256 + 2]) * 128
+    return [first, b"\1\0\0\0", second, bytes(range(8)), struct.pack("<Q", address), bytes(8)]
+
+
 def test_bytes(library: Library) -> None:
     """Configuration, constants and changing values where they belong, and the values of this call only."""
-    launch = Launch(KERNEL, 5, ARGUMENTS, SIZES)
-    for n in (1, 2):
-        launch(7 * n, bytes([n]) * 128 + bytes([n + 10]) * 128, 2**63 + n)
+    launch = launch_of(library)
+    for n in (1, 2, 1):
+        launch(7 * n, (2**63 + n, 4096 * n))
         fields, function, values, extra, places = library.launched[-1]
         assert fields == (5, 1, 1, 384, 1, 1, 1000, 7 * n, 0, 0)
         assert function == 48
         assert extra is None
-        first, second, address = bytes([n]) * 128, bytes([n + 10]) * 128, struct.pack("<Q", 2**63 + n)
-        assert values == [first, b"\1\0\0\0", second, bytes(range(8)), address, bytes(8)]
+        assert values == expected(2 * n - 2, 2**63 + n + 8)
         assert places[0] == places[2] == 0
-    assert len(launch._free) == 1
+    assert [x[3] for x in library.maps] == [4096 + 32] * 2 + [8192 + 32] * 2
+    launch(9, (2**63 + 2, 4096))  # addresses that are known, but not together
+    assert library.launched[-1][2] == expected(0, 2**63 + 2 + 8)
+    assert len(library.maps) == 4
+    assert len(launch._blocks) == 3
+
+
+def test_bounded(library: Library) -> None:
+    """What is written over another call's arguments is complete; a round through too many addresses finds most."""
+    launch, count = launch_of(library), common.MAX_BLOCKS + 9
+    for n in range(2 * count):
+        launch(n, (n % count, 4096))
+        assert library.launched[-1][0][7] == n
+        assert library.launched[-1][2] == expected(0, n % count + 8)
+        assert len(launch._blocks) <= common.MAX_BLOCKS
+    with mock.patch.object(launch, "_filled", side_effect=launch._filled) as filled:
+        for n in range(count):
+            launch(n, (n, 4096))
+            assert library.launched[-1][2] == expected(0, n + 8)
+    assert filled.call_count < 20
 
 
 def test_threads(library: Library) -> None:
-    """Launches at the same time have blocks of their own."""
-    launch = Launch(KERNEL, 5, ARGUMENTS, SIZES)
+    """Launches at the same time have blocks of their own, also where they meet the same addresses."""
+    launch = launch_of(library)
 
     def call(n: int) -> None:
-        launch(n, bytes([n % 251]) * 256, n)
+        launch(n, (n % 300, 4096))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(call, range(1, 2001)))
     assert len(library.launched) == 2000
     for fields, _, values, _, _ in library.launched:
-        n = fields[7]
-        assert values[0] == values[2] == bytes([n % 251]) * 128
-        assert values[4] == struct.pack("<Q", n)
+        assert values[4] == struct.pack("<Q", fields[7] % 300 + 8)
     assert sorted(x[0][7] for x in library.launched) == list(range(1, 2001))
 
 
 def test_thread_without_a_context(library: Library) -> None:
-    """Such a thread enters the context of the kernel's device, and the launch happens after all."""
-    library.codes = [201]
-    Launch(KERNEL, 5, ARGUMENTS, SIZES)(1, bytes(256), 2)
-    assert library.entered == [103]
+    """Such a thread enters the context of the kernel's device, and map and launch are made after all."""
+    launch = launch_of(library)
+    library.codes = [201, 0, 0, 201]
+    launch(1, (2, 4096))
+    assert library.entered == [103, 103]
+    assert len(library.maps) == 3
+    assert library.maps[0][3] == library.maps[1][3] == 4096 + 32
     assert len(library.launched) == 2
     assert library.launched[0] == library.launched[1]
+    assert library.launched[0][2] == expected(1, 10)
 
 
 def test_errors(library: Library) -> None:
-    launch = Launch(KERNEL, 5, ARGUMENTS, SIZES)
-    library.codes = [201, 719]
+    launch = launch_of(library)
+    library.codes = [0, 0, 201, 719]
     with pytest.raises(RuntimeError, match=r"start f; got CUDA_ERROR_OF_A_TEST \(719\)"):
-        launch(1, bytes(256), 2)
-    launch(1, bytes(256), 2)
-    assert len(launch._free) == 1
+        launch(1, (2, 4096))
+    launch(1, (2, 4096))
+    assert len(launch._blocks) == 1
     library.codes = [1]
     with pytest.raises(RuntimeError, match=r"tensor map of Tiled.*at address 0x40"):
-        TensorMaps([TILED]).make(64)
+        TensorMaps([TILED], 0).of(64)
+    library.codes = [201, 201]
+    with pytest.raises(RuntimeError, match=r"tensor map of Tiled.*got CUDA_ERROR_OF_A_TEST \(201\)"):
+        TensorMaps([TILED], 0).of(64)
 
 
 TILED = Tiled(9, 2, 3, (1, 64, 1, 32), (3, 65, 5, 63), (40_000, 600, 64, 1))
@@ -127,12 +161,13 @@ TILED = Tiled(9, 2, 3, (1, 64, 1, 32), (3, 65, 5, 63), (40_000, 600, 64, 1))
 
 def test_tensor_maps(library: Library) -> None:
     """One behind the other, row-major turned round, strides in bytes; made once an address, and not kept for ever."""
-    maps = TensorMaps([TILED, TILED._replace(box=(1, 64, 1, 16))])
-    assert maps.get(4096) is None
-    assert maps.make(4096) == bytes([1]) * 128 + bytes([2]) * 128 == maps.get(4096)
+    maps = TensorMaps([TILED, TILED._replace(box=(1, 64, 1, 16))], 0)
+    assert maps.size == 256
+    for _ in range(2):
+        assert maps.of(4096) == bytes([1]) * 128 + bytes([2]) * 128
     shared = ([63, 5, 65, 3], [128, 1200, 80_000])
     assert library.maps[0] == (0, 9, 4, 4096, *shared, [32, 1, 64, 1], [1] * 4, 0, 3, 2, 0)
     assert library.maps[1] == (0, 9, 4, 4096, *shared, [16, 1, 64, 1], [1] * 4, 0, 3, 2, 0)
     for n in range(3 * common.MAX_MAPS):
-        maps.make(16 * n)
+        maps.of(16 * n)
     assert len(maps._known) <= common.MAX_MAPS

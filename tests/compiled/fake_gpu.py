@@ -84,7 +84,7 @@ def comparing(library: Any, found: list[str]) -> Callable[..., None]:
         size = library.fake_launched(memory)
         return memory.raw[:size]
 
-    def launch(steps: Any, tensors: Any, addresses: list[int]) -> None:
+    def launch(steps: Any, tensors: Any, addresses: tuple[int, ...]) -> None:
         if not steps.packed:
             found.append("a kernel is launched by Triton")
         for step in steps._steps:

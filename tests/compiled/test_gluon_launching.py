@@ -112,7 +112,7 @@ def test_triton_launches_what_is_unknown() -> None:
         assert not steps.packed
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            steps([x], [x.data_ptr()])
+            steps([x], (x.data_ptr(),))
     ((made, grid, stream, arguments), _) = launched.call_args
     assert (made, grid, stream) == (kernel, 9, 7)
     assert arguments[0].data_ptr() == x.data_ptr()

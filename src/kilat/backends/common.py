@@ -6,6 +6,7 @@ writes the addresses that change into a block of packed arguments and calls the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from functools import lru_cache
@@ -19,7 +20,12 @@ POINTER_BYTES = 8
 MAX_MAPS = 256
 """Tensor maps kept of one tensor of a call; all are dropped when there are more (each costs microseconds)."""
 
+MAX_BLOCKS = 128
+"""Packed arguments kept of one kernel, two KiB each; further addresses are written over those used last, so that a
+round through too many addresses still finds most of them."""
+
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_STREAM = 32  # where the stream stands in a CUlaunchConfig
 _CONFIG = struct.Struct("<IIIIIIIxxxxQQIxxxx")  # CUlaunchConfig; stream, attributes and their number come last
 _L2_PROMOTION_128B = 2
 
@@ -56,44 +62,65 @@ class Changing(NamedTuple):
     start: int = 0
 
 
+class Source(NamedTuple):
+    """A changing value: the address of a call's tensor number `n` plus `start` bytes, or the tensor maps made there."""
+
+    n: int
+    start: int = 0
+    maps: TensorMaps | None = None
+
+
 class _Block(NamedTuple):
-    """Packed arguments of one launch at a time: memory, where the stream stands in it, what the driver is given."""
+    """Packed arguments of one launch at a time: memory, where values stand in it, what the driver is given."""
 
     memory: Any
-    stream: int
-    config: ctypes.c_void_p
-    arguments: ctypes.c_void_p
+    values: int
+    stream: Any
+    config: Any
+    arguments: Any
 
 
 class Launch:
-    """A kernel, its grid and its arguments: bytes that never change, and the places of those that do.
+    """A kernel, its grid and its arguments: bytes that never change, and the places of those that follow addresses.
 
-    `sizes` are the bytes of the changing values: tensor maps first, in multiples of 128, then addresses of 8.
-    A launch may run in several threads at a time.
+    `sources` are the changing values, those with tensor maps first. Arguments stay packed by the addresses of a call,
+    since most calls meet tensors where earlier ones lay. A launch may run in several threads at a time.
     """
 
-    def __init__(self, kernel: Kernel, grid: int, arguments: Sequence[bytes | Changing], sizes: Sequence[int]) -> None:
-        self._kernel, self._grid, self._arguments, self._sizes = kernel, grid, tuple(arguments), tuple(sizes)
-        kinds = ["Q" if size == POINTER_BYTES else f"{size}s" for size in sizes]
-        self._pack = struct.Struct("<QQQ" + "".join(kinds)).pack_into
-        self._function = ctypes.c_void_p(kernel.function)
+    def __init__(self, kernel: Kernel, grid: int, arguments: Sequence[bytes | Changing], sources: Sequence[Source]):
+        self._kernel, self._grid, self._arguments, self._sources = kernel, grid, tuple(arguments), tuple(sources)
+        self._sizes = [POINTER_BYTES if x.maps is None else x.maps.size for x in sources]
+        kinds = ["Q" if x.maps is None else f"{x.maps.size}s" for x in sources]
+        self._pack = struct.Struct("<" + "".join(kinds)).pack_into
+        self._function: Any = ctypes.c_void_p.from_param(kernel.function)  # arguments made beforehand cost less
         self._start = driver().cuLaunchKernelEx
-        self._free: list[_Block] = []
+        self._blocks: dict[tuple[int, ...], _Block] = {}
 
-    def __call__(self, stream: int, *values: bytes | int) -> None:
+    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
         """Start the kernel on a stream of the current device; raises RuntimeError with the driver's error."""
-        try:
-            block = self._free.pop()
-        except IndexError:
-            block = self._block()
-        self._pack(block.memory, block.stream, stream, 0, 0, *values)
+        block = self._blocks.pop(addresses, None) or self._filled(addresses)
+        block.stream.value = stream
         error = self._start(block.config, self._function, block.arguments, None)
         if error == _NO_CONTEXT:  # a thread that has not used the GPU yet
             _enter(self._kernel.device)
             error = self._start(block.config, self._function, block.arguments, None)
-        self._free.append(block)
+        self._blocks[addresses] = block
         if error:
             check(error, f"start {self._kernel.name}")
+
+    def _filled(self, addresses: tuple[int, ...]) -> _Block:
+        """A block with the values of addresses that have none."""
+        values: list[bytes | int] = []
+        for n, start, maps in self._sources:
+            address = addresses[n] + start
+            values.append(address if maps is None else maps.of(address))
+        block = None
+        if len(self._blocks) >= MAX_BLOCKS:
+            with contextlib.suppress(KeyError):  # other threads took them all
+                _, block = self._blocks.popitem()
+        block = block or self._block()
+        self._pack(block.memory, block.values, *values)
+        return block
 
     def _block(self) -> _Block:
         """[configuration, values, constants, addresses of the arguments], the values at a multiple of 128 bytes."""
@@ -116,7 +143,8 @@ class Launch:
         config = values - _CONFIG.size
         threads, shared = self._kernel.threads, self._kernel.shared
         _CONFIG.pack_into(memory, config, self._grid, 1, 1, threads, 1, 1, shared, 0, 0, 0)
-        return _Block(memory, values - 24, ctypes.c_void_p(first + config), ctypes.c_void_p(first + at))
+        stream = ctypes.c_uint64.from_buffer(memory, config + _STREAM)
+        return _Block(memory, values, stream, ctypes.byref(memory, config), ctypes.byref(memory, at))
 
 
 def _rounded(size: int) -> int:
@@ -148,23 +176,25 @@ class TensorMaps:
     A map is a function of the address and of what stands in its `Tiled`, so one that was made stays right.
     """
 
-    def __init__(self, tilings: Sequence[Tiled]) -> None:
-        self._encoders = [_encoder(tiled) for tiled in tilings]
+    def __init__(self, tilings: Sequence[Tiled], device: int) -> None:
+        self._encoders = [_encoder(tiled, device) for tiled in tilings]
         self._known: dict[int, bytes] = {}
-        self.get = self._known.get
+        self.size = MAP_BYTES * len(tilings)
 
-    def make(self, address: int) -> bytes:
-        """The maps of an address that `get` does not know; remembers them."""
-        if len(self._known) >= MAX_MAPS:
-            self._known.clear()
-        made = self._known[address] = b"".join([encode(address) for encode in self._encoders])
+    def of(self, address: int) -> bytes:
+        """The maps of an address; remembers them."""
+        made = self._known.get(address)
+        if made is None:
+            if len(self._known) >= MAX_MAPS:
+                self._known.clear()
+            made = self._known[address] = b"".join([encode(address) for encode in self._encoders])
         return made
 
 
 _TwoMaps = ctypes.c_char * (2 * MAP_BYTES)
 
 
-def _encoder(t: Tiled) -> Any:
+def _encoder(t: Tiled, device: int) -> Any:
     rank = len(t.shape)
     shape = (ctypes.c_uint64 * rank)(*reversed(t.shape))
     strides = (ctypes.c_uint64 * (rank - 1))(*(n * t.element_size for n in reversed(t.strides[:-1])))
@@ -174,10 +204,14 @@ def _encoder(t: Tiled) -> Any:
     def encode(address: int) -> bytes:
         memory = _TwoMaps()
         start = -ctypes.addressof(memory) % MAP_BYTES
-        code = driver().cuTensorMapEncodeTiled(
+        given = (
             ctypes.c_void_p(ctypes.addressof(memory) + start), t.dtype, rank, ctypes.c_void_p(address),
             shape, strides, box, steps, 0, t.swizzle, _L2_PROMOTION_128B, 0,
         )  # fmt: skip
+        code = driver().cuTensorMapEncodeTiled(*given)
+        if code == _NO_CONTEXT:  # making a map needs a context as launching does
+            _enter(device)
+            code = driver().cuTensorMapEncodeTiled(*given)
         if code:
             check(code, f"make a tensor map of {t} at address {address:#x}")
         return memory.raw[start : start + MAP_BYTES]

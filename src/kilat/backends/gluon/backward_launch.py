@@ -154,7 +154,7 @@ def _launch(problem: Problem, o: Operands, tensors: list[Tensor], dlse: Tensor |
     plan = plan_of(problem)
     optional = (dlse, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
     tensors += [x for x in optional if x is not None]
-    addresses, bits = [x.data_ptr() for x in tensors], 0
+    addresses, bits = tuple([x.data_ptr() for x in tensors]), 0
     for address in addresses:
         bits |= address
     aligned = None if not bits & 15 else tuple([address & 15 for address in addresses])

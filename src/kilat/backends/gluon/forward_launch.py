@@ -62,7 +62,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     tensors = (q, k, v, out, lse, *_optional(o)) if plan.optional else (q, k, v, out, lse)
-    plan.launch(tensors, [x.data_ptr() for x in tensors])
+    plan.launch(tensors, tuple([x.data_ptr() for x in tensors]))
     return out, lse
 
 

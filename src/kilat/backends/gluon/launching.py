@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kilat.backends.common import MAP_BYTES, POINTER_BYTES, Changing, Launch, TensorMaps, Tiled
+from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled
 from kilat.backends.gluon._compat import (
     UnexpectedError,
     arguments_of,
@@ -162,10 +162,9 @@ class Step:
                 packed.append(Changing(len(order) + pointers.index(x[0])))
             else:
                 packed.append(Changing(order.index(x[0]), x[1] * MAP_BYTES))
-        sizes = [len(tiled) * MAP_BYTES for tiled in maps.values()] + [POINTER_BYTES] * len(pointers)
-        launch = Launch(kernel, self._grid, packed, sizes)
-        made = [(n, start, TensorMaps(tiled)) for (n, start), tiled in maps.items()]
-        self.start = _starter(launch, [(n, start, x.get, x.make) for n, start, x in made], pointers)
+        sources = [Source(*whose, TensorMaps(tiled, self.device)) for whose, tiled in maps.items()]
+        sources += [Source(*whose) for whose in pointers]
+        self.start = Launch(kernel, self._grid, packed, sources)
 
     def through_triton(self, tensors: Sequence[Tensor]) -> None:
         """Launch with Triton's launcher, or run in Triton's interpreter; without a GPU that is Triton's affair."""
@@ -177,17 +176,6 @@ class Step:
             launch_through_triton(self._compiled, self._grid, stream, arguments)
 
 
-def _starter(launch: Launch, maps: list[Any], pointers: list[tuple[int, int]]) -> Any:
-    def start(stream: int, addresses: list[int]) -> None:
-        launch(
-            stream,
-            *[get(addresses[n] + at) or make(addresses[n] + at) for n, at, get, make in maps],
-            *[addresses[n] + at for n, at in pointers],
-        )
-
-    return start
-
-
 class Steps:
     """Kernels that work one after another on the same tensors."""
 
@@ -196,7 +184,7 @@ class Steps:
         self._starts = [step.start for step in steps]
         self.packed = None not in self._starts
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: list[int]) -> None:
+    def __call__(self, tensors: Sequence[Tensor], addresses: tuple[int, ...]) -> None:
         """Launch them on the current stream; `addresses` are those of the tensors."""
         if not self.packed or has_hooks():
             for step in self._steps:
