@@ -44,7 +44,7 @@ def compiled(dim: int, dim_v: int | None = None, **more: Any) -> Compiled:
     )  # fmt: skip
     consumers = 3 if max(dim, dim_v) <= 64 else 2
     with mock.patch.object(forward_launch, "_processors", return_value=132), compiling(consumers, 12) as found:
-        forward_launch._make_plan(replace(problem, **more), operands)
+        forward_launch.forward(replace(problem, **more), operands)
     return found["forward_kernel"]
 
 

@@ -18,6 +18,7 @@ from simulated.backward_harness import LOG2E, Setting
 
 from kilat import reference
 from kilat.backends.gluon import backward_launch
+from kilat.backends.gluon.launching import Of
 
 SETTINGS = {
     "wide": Setting(70, 30, batch=2, heads=(4, 2), dim=96),
@@ -35,6 +36,19 @@ def _call(s: Setting) -> tuple[Any, Any, Any, Any, Any]:
     return problem, operands, out, lse, do
 
 
+def _tensors(operands: Any, do: Any, out: Any, lse: Any, work: Any, dlse: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The tensors of a backward call, and where the optional ones stand."""
+    o = operands
+    tensors = [o.q, o.k, o.v, do, out, lse, work, *(torch.zeros(x.shape) for x in (o.q, o.k, o.v))]
+    given = (dlse, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
+    optional: dict[str, Any] = dict.fromkeys(backward_launch.OPTIONAL)
+    for name, x in zip(backward_launch.OPTIONAL, given, strict=True):
+        if x is not None:
+            optional[name] = Of(len(tensors))
+            tensors.append(x)
+    return tensors, optional
+
+
 def _sequences(s: Setting, problem: Any) -> Any:
     plan = backward_launch.plan_of(problem)
     return harness._rows(s, problem, plan.tiles, plan.block_q)
@@ -46,9 +60,10 @@ def test_prepare(name: str) -> None:
     s = SETTINGS[name]
     problem, operands, out, lse, do = _call(s)
     dlse, plan = torch.randn(lse.shape), backward_launch.plan_of(problem)
-    rows = torch.full((2, plan.all_tiles, 64), 7.0)
-    pieces = torch.full((plan.all_tiles * (plan.width // 64) * 32, 128), torch.nan)
-    backward_launch._prepare(problem, operands, (out, lse, do, dlse), (rows, pieces))
+    work = torch.full(((plan.all_tiles + plan.pieces) * 128,), torch.nan)
+    tensors, optional = _tensors(operands, do, out, lse, work, dlse)
+    backward_launch._prepare(problem, tensors, optional).through_triton(tensors)
+    rows, pieces = work[: plan.all_tiles * 128], work[plan.all_tiles * 128 :]
     want = torch.stack((torch.full((plan.all_tiles * 64,), torch.inf), torch.zeros(plan.all_tiles * 64)))
     for b, h, start, n, tile in _sequences(s, problem):
         at = (h, slice(start, start + n)) if s.ragged else (b, h, slice(n))
@@ -64,14 +79,13 @@ def test_prepare(name: str) -> None:
 def test_finish(name: str) -> None:
     """dQ = scale times the accumulator, taken out of fragment order."""
     s = SETTINGS[name]
-    problem, operands, *_ = _call(s)
+    problem, operands, out, lse, do = _call(s)
     plan = backward_launch.plan_of(problem)
-    pieces = torch.randn(plan.all_tiles * (plan.width // 64) * 32, 128)
-    dq = torch.zeros(operands.q.shape)
-    numbers = (problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim, problem.scale)
-    given = (pieces, dq, operands.cu_seqlens_q, operands.seqlens_q)
-    programs = plan.all_tiles // (plan.block_q // 64)
-    plan.launch(backward_launch.finish_kernel, programs, given, numbers, (plan.block_q, plan.width))
+    work = torch.randn((plan.all_tiles + plan.pieces) * 128)
+    pieces = work[plan.all_tiles * 128 :].view(-1, 128)
+    tensors, optional = _tensors(operands, do, out, lse, work, None)
+    dq = tensors[backward_launch.DQ]
+    backward_launch._finish(problem, tensors, optional).through_triton(tensors)
     rows, want = harness.unfragmented(pieces.numpy(), plan.width)[:, : s.dim] * s.scale, np.zeros(dq.shape, np.float32)
     for b, h, start, n, tile in _sequences(s, problem):
         (want if s.ragged else want[b])[start : start + n, h] = rows[tile * 64 : tile * 64 + n]

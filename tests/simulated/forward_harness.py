@@ -105,7 +105,6 @@ class Call:
             "RAGGED": z.ragged, "USED": 0 if z.ragged else (z.lengths_q is not None) + 2 * (z.lengths_kv is not None),
             "BOUNDS": kind, "ORDERED": ordered, "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),
             "SINK": z.sink, "STAGING": z.staging, "REGISTERS": 240, "Q_STAGES": z.q_stages, "TURNS": z.turns,
-            "APART": True,
         }  # fmt: skip
 
     def run(self, seed: int = 0, *, timeout: float = 20.0, also: dict[str, Any] | None = None) -> Call:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
-from kilat.backends.gluon.launching import Box, Launcher
+from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
 from kilat.problem import Grads
@@ -28,7 +27,10 @@ if TYPE_CHECKING:
 
 BLOCK_KV = 128
 MAX_DIM = 128
-ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+# Tensors of a call, by number; behind them stand those of `OPTIONAL` that are given.
+Q, K, V, DO, OUT, LSE, WORK, DQ, DK, DV = range(10)
+OPTIONAL = ("dlse", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -50,6 +52,7 @@ class Plan:
     block_q: int
     tiles: int  # of 64 rows, from one query head to the next
     all_tiles: int
+    pieces: int  # of dQ's accumulator
     programs: int
     ragged: bool
     sums_dq: bool  # by the main kernel, into an accumulator
@@ -59,7 +62,7 @@ class Plan:
     dq_programs: int
     dq_numbers: tuple[Any, ...]
     dq_constants: tuple[Any, ...]
-    launch: Launcher = field(default_factory=Launcher)
+    launches: dict[Any, Steps] = field(default_factory=dict[Any, "Steps"])  # by strides and alignment
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -95,6 +98,7 @@ def _make_plan(p: Problem) -> Plan:
         block_q=block_q,
         tiles=tiles,
         all_tiles=tiles * p.num_heads_q * sequences,
+        pieces=tiles * p.num_heads_q * sequences * (width // 64) * 32 if sums_dq else 32,
         programs=tiles_kv * p.num_heads_kv * sequences,
         ragged=ragged,
         sums_dq=sums_dq,
@@ -111,8 +115,8 @@ def backward(
     problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     """Gradients of what `problem.grad_of` names; see `Backend.backward`."""
-    device = operands.q.device
-    if torch.cuda.is_available() and torch.cuda.current_device() != device.index:
+    device = operands.q.get_device()
+    if device >= 0 and torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
             return _backward(problem, operands, out, lse, dout, dlse)
     return _backward(problem, operands, out, lse, dout, dlse)
@@ -124,20 +128,18 @@ def _backward(
     plan, o, wanted = plan_of(problem), operands, problem.grad_of
     made = torch.zeros if plan.foreign else torch.empty  # else every row is written
     dq, dk, dv = (made(x.shape, dtype=x.dtype, device=x.device) for x in (o.q, o.k, o.v))
+    sink = None if o.sink is None else torch.zeros_like(o.sink)
     if not (problem.batch and o.q.numel() and o.k.numel()):
         for x in (dq, dk, dv):
             x.zero_()
-    dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
-    sink = None if o.sink is None else torch.zeros_like(o.sink)
     if problem.batch and o.q.numel():
-        rows = torch.empty((2, plan.all_tiles, 64), dtype=torch.float32, device=o.q.device)
-        pieces = plan.all_tiles * (plan.width // 64) * 32 if plan.sums_dq else 32
-        dq_pieces = torch.empty((pieces, 128), dtype=torch.float32, device=o.q.device)
-        _prepare(problem, o, (out, lse, dout, dlse), (rows, dq_pieces))
-        if o.k.numel() and not wanted.isdisjoint("qkv"):
-            _products(problem, o, dout, (rows, dq_pieces), (dq, dk, dv))
+        dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
+        dlse = dlse if dlse is None or dlse.dtype == torch.float32 else dlse.float()
+        size = plan.all_tiles * 128 + plan.pieces * 128
+        work = torch.empty(size, dtype=torch.float32, device=o.q.device)
+        _launch(problem, o, [o.q, o.k, o.v, dout, out, lse.contiguous(), work, dq, dk, dv], dlse)
         if o.sink is not None and "sink" in wanted:
-            sink = _sink_gradient(problem, o.sink, rows)
+            sink = _sink_gradient(problem, o.sink, work)
     return Grads(
         dq if "q" in wanted else None,
         dk if "k" in wanted else None,
@@ -147,22 +149,51 @@ def _backward(
     )
 
 
-def _prepare(problem: Problem, o: Operands, given: tuple[Any, ...], made: tuple[Tensor, Tensor]) -> None:
-    plan, (out, lse, dout, dlse), (rows, dq_pieces) = plan_of(problem), given, made
-    dlse = dlse if dlse is None or dlse.dtype == torch.float32 else dlse.float()
-    of_dlse = (0, 0, 0)
-    if dlse is not None:
-        of_dlse = (0 if plan.ragged else dlse.stride(0), dlse.stride(-1), dlse.stride(-2))
-    plan.launch(
-        prepare_kernel,
-        plan.all_tiles // (plan.block_q // 64),
-        (out, dout, lse.contiguous(), dlse, rows[0], rows[1], dq_pieces, o.cu_seqlens_q, o.seqlens_q),
-        (
-            problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim_v,
-            *_strides(out, plan.ragged), *_strides(dout, plan.ragged), *of_dlse,
-        ),
-        (plan.block_q, plan.width, plan.sums_dq),
-    )  # fmt: skip
+def _launch(problem: Problem, o: Operands, tensors: list[Tensor], dlse: Tensor | None) -> None:
+    """Launch what the call needs; adds the optional tensors to `tensors`."""
+    plan = plan_of(problem)
+    optional = (dlse, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
+    tensors += [x for x in optional if x is not None]
+    addresses, bits = tuple([x.data_ptr() for x in tensors]), 0
+    for address in addresses:
+        bits |= address
+    aligned = None if not bits & 15 else tuple([address & 15 for address in addresses])
+    strides = tuple([x.stride() for x in tensors[:5]])
+    key = (strides, None if dlse is None else dlse.stride(), aligned, o.q.get_device())
+    steps = plan.launches.get(key)
+    if steps is None:
+        copies = [n for n in (Q, K, V, DO) if must_copy(tensors[n]) or addresses[n] & 15]
+        if copies:
+            ready = [aligned_copy(x) if n in copies else x for n, x in enumerate(tensors[:10])]
+            _launch(problem, o, ready, dlse)
+            return
+        steps = plan.launches[key] = _steps(problem, tensors, [x is not None for x in optional])
+    steps(tensors, addresses)
+
+
+def _steps(p: Problem, tensors: list[Tensor], given: list[bool]) -> Steps:
+    """The kernels of a call, compiled."""
+    plan, behind = plan_of(p), iter(range(10, len(tensors)))
+    optional = {name: Of(next(behind)) if there else None for name, there in zip(OPTIONAL, given, strict=True)}
+    steps = [_prepare(p, tensors, optional)]
+    if tensors[K].numel() and not p.grad_of.isdisjoint("qkv"):
+        lengths = [optional[name] for name in OPTIONAL[1:]]
+        steps.append(_main(plan, tensors, lengths))
+        if plan.sums_dq:
+            steps.append(_finish(p, tensors, optional))
+        elif "q" in p.grad_of:
+            steps.append(_dq(plan, tensors, lengths))
+    return Steps(steps)
+
+
+def _rows(plan: Plan, which: int, box: bool) -> Of:
+    """lse (0) or delta (1) in the workspace."""
+    return Of(WORK, matrix_box(plan.all_tiles, 64, 1) if box else None, which * plan.all_tiles * 64)
+
+
+def _pieces(plan: Plan, box: bool) -> Of:
+    """dQ's accumulator in the workspace."""
+    return Of(WORK, matrix_box(plan.pieces, 128, 32) if box else None, plan.all_tiles * 128)
 
 
 def _strides(x: Tensor, ragged: bool) -> tuple[int, ...]:
@@ -170,77 +201,56 @@ def _strides(x: Tensor, ragged: bool) -> tuple[int, ...]:
     return (0, *x.stride()[:2]) if ragged else tuple(x.stride()[:3])
 
 
-def _products(
-    problem: Problem, o: Operands, dout: Tensor, given: tuple[Tensor, Tensor], made: tuple[Tensor, ...]
-) -> None:
-    """The kernels between `prepare` and the end."""
-    plan, (rows, dq_pieces), (dq, dk, dv) = plan_of(problem), given, made
-    q, k, v, do = (readable(x, plan.ragged) for x in (o.q, o.k, o.v, dout))
-    lengths = (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
-    # gradients are stored through a descriptor only where TMA can
-    dk_box, dv_box = (k, v) if plan.foreign else (readable(dk, plan.ragged), readable(dv, plan.ragged))
-    boxes = [(q, plan.block_q), (k, 64), (v, 64), (do, plan.block_q)]
-    plan.launch(
-        backward_kernel,
-        plan.programs,
-        (
-            *(box(x, n, plan.width) for x, n in boxes), row_box(rows[0], 1, 64), row_box(rows[1], 1, 64),
-            row_box(dq_pieces, 32, 128), box(dk_box, 64, plan.width), box(dv_box, 64, plan.width), dk, dv, *lengths,
-        ),
-        plan.numbers,
-        plan.constants,
-        maxnreg=168,
+def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
+    plan, dlse, of_dlse = plan_of(p), optional["dlse"], (0, 0, 0)
+    if dlse is not None:
+        x = tensors[dlse.n]
+        of_dlse = (0 if plan.ragged else x.stride(0), x.stride(-1), x.stride(-2))
+    arguments = (
+        Of(OUT), Of(DO), Of(LSE), dlse, _rows(plan, 0, False), _rows(plan, 1, False), _pieces(plan, False),
+        optional["cu_seqlens_q"], optional["seqlens_q"],
+        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
+        *_strides(tensors[OUT], plan.ragged), *_strides(tensors[DO], plan.ragged), *of_dlse,
     )  # fmt: skip
-    if plan.sums_dq:
-        numbers = (problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim, problem.scale)
-        plan.launch(
-            finish_kernel,
-            plan.all_tiles // (plan.block_q // 64),
-            (dq_pieces, dq, o.cu_seqlens_q, o.seqlens_q),
-            numbers,
-            (plan.block_q, plan.width),
-        )
-    elif "q" in problem.grad_of:
-        block_kv, dq_box = plan.dq_constants[1], q if plan.foreign else readable(dq, plan.ragged)
-        boxes = [(q, 64), (k, block_kv), (v, block_kv), (do, 64), (dq_box, 64)]
-        plan.launch(
-            backward_dq_kernel,
-            plan.dq_programs,
-            (*(box(x, n, plan.width) for x, n in boxes), dq, rows[0], rows[1], *lengths),
-            plan.dq_numbers,
-            plan.dq_constants,
-            maxnreg=168,
-        )
+    grid, constants = plan.all_tiles // (plan.block_q // 64), (plan.block_q, plan.width, plan.sums_dq)
+    return Step(prepare_kernel, grid, arguments, constants, tensors=tensors)
 
 
-def readable(x: Tensor, ragged: bool) -> Tensor:
-    """x as [batch, seqlen, heads, dim] that TMA can read: addresses and strides are multiples of 16 bytes, none 0."""
-    x = x.detach().unsqueeze(0) if ragged else x.detach()
-    unit, shape, strides = 16 // x.element_size(), x.shape, x.stride()
-    good = x.data_ptr() % 16 == 0 and strides[3] == 1
-    if good and all(n == 1 or (s > 0 and s % unit == 0) for s, n in zip(strides[:3], shape[:3], strict=True)):
-        return x
-    whole = x.new_empty((*shape[:3], -(-shape[3] // unit) * unit))
-    return whole[..., : shape[3]].copy_(x)
+def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
+    boxes = [(Q, plan.block_q), (K, 64), (V, 64), (DO, plan.block_q)]
+    # gradients are stored through a descriptor only where TMA can
+    stored = [(K, 64), (V, 64)] if plan.foreign else [(DK, 64), (DV, 64)]
+    descriptors = [Of(n, rows_box(tensors[n], rows, plan.width)) for n, rows in boxes + stored]
+    arguments = (
+        *descriptors[:4], _rows(plan, 0, True), _rows(plan, 1, True), _pieces(plan, True), *descriptors[4:],
+        Of(DK), Of(DV), *lengths, *plan.numbers,
+    )  # fmt: skip
+    return Step(backward_kernel, plan.programs, arguments, plan.constants, maxnreg=168, tensors=tensors)
 
 
-def box(x: Tensor, rows: int, width: int) -> Box:
-    """Boxes [1, rows, 1, width] of what `readable` returned."""
-    unit = 16 // x.element_size()
-    strides = [s if n > 1 else unit for s, n in zip(x.stride(), x.shape, strict=True)]
-    strides[3] = 1
-    shape = [1, rows, 1, width]
-    kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return Box(x, list(x.shape), strides, shape, gl.NVMMASharedLayout.get_default_for(shape, kind))
+def _finish(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
+    plan = plan_of(p)
+    arguments = (
+        _pieces(plan, False), Of(DQ), optional["cu_seqlens_q"], optional["seqlens_q"],
+        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim, p.scale,
+    )  # fmt: skip
+    grid = plan.all_tiles // (plan.block_q // 64)
+    return Step(finish_kernel, grid, arguments, (plan.block_q, plan.width), tensors=tensors)
 
 
-def row_box(x: Tensor, rows: int, width: int) -> Box:
-    """Boxes [rows, width] of a contiguous float32 matrix."""
-    return Box(x, list(x.shape), list(x.stride()), [rows, width], ROW_LAYOUT)
+def _dq(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
+    block_kv, stored = plan.dq_constants[1], Q if plan.foreign else DQ
+    boxes = [(Q, 64), (K, block_kv), (V, block_kv), (DO, 64), (stored, 64)]
+    descriptors = [Of(n, rows_box(tensors[n], rows, plan.width)) for n, rows in boxes]
+    arguments = (
+        *descriptors, Of(DQ), _rows(plan, 0, False), _rows(plan, 1, False), *lengths, *plan.dq_numbers
+    )  # fmt: skip
+    return Step(backward_dq_kernel, plan.dq_programs, arguments, plan.dq_constants, maxnreg=168, tensors=tensors)
 
 
-def _sink_gradient(problem: Problem, sink: Tensor, rows: Tensor) -> Tensor:
+def _sink_gradient(problem: Problem, sink: Tensor, work: Tensor) -> Tensor:
     """dsink = - sum over rows of exp(sink - lse) * (delta - dlse)."""
-    lse, delta = rows.view(2, -1, problem.num_heads_q, plan_of(problem).tiles * 64)
+    plan = plan_of(problem)
+    lse, delta = work[: plan.all_tiles * 128].view(2, -1, problem.num_heads_q, plan.tiles * 64)
     share = torch.exp2(sink.float()[:, None] * LOG2E - lse)
     return -(share * delta).sum((0, 2)).to(sink.dtype)

@@ -92,7 +92,6 @@ def consumer(
     W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D2: gl.constexpr,
     V2: gl.constexpr, RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr, TURNS: gl.constexpr,
-    APART: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 W to 64 W + 63 of every tile of this CTA."""
     BLOCK_KV: gl.constexpr = m.k.shape[2]
@@ -170,10 +169,9 @@ def consumer(
                         first, end = block_at(t, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
                         x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
                     best = row_max(x, top, scale_log2, NEGATIVE)
-                    if APART:
-                        # Complete for long: it ends the basic block, so that ptxas does not draw the second row's
-                        # maxima out under the first row's exponentials (head_dim 64 causal: 515 -> 537 TFLOP/s).
-                        mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)
+                    # Complete for long: it ends the basic block, so that ptxas does not draw the second row's maxima
+                    # out under the first row's exponentials (head_dim 64 causal: 515 -> 537 TFLOP/s).
+                    mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)
                     p, l, alpha = softmax(x, top, best, l, scale_log2)
                     top = best
                     if V2:
@@ -230,7 +228,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
     RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
-    REGISTERS: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr, APART: gl.constexpr,
+    REGISTERS: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """O and lse of q [batch, seqlen_q, heads, D], k and v alike (ragged: batch 1), as `kilat` defines them.
 
@@ -292,12 +290,10 @@ def forward_kernel(
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
-                APART,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
-                APART,
             )),
             (producer, (
                 m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,
@@ -309,17 +305,14 @@ def forward_kernel(
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
-                APART,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
-                APART,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 2,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
-                APART,
             )),
             (producer, (
                 m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,

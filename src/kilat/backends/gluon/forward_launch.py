@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
-import triton
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kilat.backends.gluon import heuristics, schedule
 from kilat.backends.gluon.forward import forward_kernel
+from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
 from kilat.scores import Softcap
@@ -26,44 +24,19 @@ if TYPE_CHECKING:
 TINY_SCALE = 1e-30
 MAX_ORDERED = 1 << 17
 """Tiles of a dense call up to which a table says whose they are (2 MB)."""
-_GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
-
-
-class Box:
-    """What a launch reads of a `TensorDescriptor`, without its checks; subclasses have all but `base`."""
-
-    __slots__ = ("base",)
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: Any
-    padding, round_f32_to_tf32 = "zero", False
-
-    def __init__(self, base: Tensor) -> None:
-        self.base = base
-
-
-def _box(like: TensorDescriptor | None) -> type[Box] | None:
-    if like is None:
-        return None
-    fixed = {name: getattr(like, name) for name in ("shape", "strides", "block_shape", "layout")}
-    return type("Box", (Box,), {"__slots__": (), **fixed})
+OPTIONAL = ("sink", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
 
 
 @dataclass
 class Plan:
-    """What a call needs beyond its tensors: the kernel and its arguments, tensors left out."""
+    """What a call needs beyond its tensors."""
 
-    kernel: Any
-    boxes: tuple[type[Box] | None, ...]  # q q2 k k2 v v2 o o2
-    grid: int
-    numbers: tuple[Any, ...]
-    constants: tuple[Any, ...]
+    launch: Steps | None  # None: the inputs are to be copied first
+    optional: bool  # some of `OPTIONAL` are given
+    order: Tensor | None  # of tiles, see `schedule`
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     out_dtype: torch.dtype
-    order: Tensor | None  # of tiles, see `schedule`
-    copies: bool  # some input has strides that TMA cannot take
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -73,9 +46,12 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     if not (q.numel() and k.numel()):
         return _without_keys(problem, o)
     device = q.get_device()
-    if torch._C._cuda_getDevice() != device:
+    if device >= 0 and torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
             return forward(problem, operands)
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        ready = [aligned_copy(x) if x.data_ptr() & 15 else x for x in (q, k, v)]
+        return forward(problem, replace(o, q=ready[0], k=ready[1], v=ready[2]))
     plans = problem.memo.get("gluon")
     if plans is None:
         plans = problem.memo["gluon"] = {}
@@ -83,63 +59,19 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     plan = plans.get(key)
     if plan is None:
         plan = plans[key] = _make_plan(problem, o)
-    if plan.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-        ready = [_aligned(x) if _must_copy(x) or x.data_ptr() & 15 else x for x in (q, k, v)]
+    if plan.launch is None:
+        ready = [aligned_copy(x) if must_copy(x) else x for x in (q, k, v)]
         return forward(problem, replace(o, q=ready[0], k=ready[1], v=ready[2]))
     out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    _launch(plan, o, out, lse)
+    order = lse if plan.order is None else plan.order
+    tensors = (q, k, v, out, lse, order, *_optional(o)) if plan.optional else (q, k, v, out, lse, order)
+    plan.launch(tensors, tuple([x.data_ptr() for x in tensors]))
     return out, lse
 
 
-def _launch(plan: Plan, o: Operands, out: Tensor, lse: Tensor) -> None:
-    """Start the kernel on the current stream, with numbers for pointers: about tensors the driver is asked."""
-    q, k, v = o.q, o.k, o.v
-    q1, q2, k1, k2, v1, v2, o1, o2 = cast("Any", plan.boxes)
-    kernel, hooks, nothing = plan.kernel, triton.knobs.runtime, lse.data_ptr()
-    sink, cu_q, cu_kv, used_q, used_kv = o.sink, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv
-    kernel.run(
-        plan.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.get_device()), kernel.function, kernel.packed_metadata,
-        None, hooks.launch_enter_hook, hooks.launch_exit_hook,
-        q1(q), None if q2 is None else q2(q), k1(k), None if k2 is None else k2(k),
-        v1(v), None if v2 is None else v2(v), None if o1 is None else o1(out), None if o2 is None else o2(out),
-        out.data_ptr(), nothing, nothing if sink is None else sink.data_ptr(),
-        nothing if cu_q is None else cu_q.data_ptr(), nothing if cu_kv is None else cu_kv.data_ptr(),
-        nothing if used_q is None else used_q.data_ptr(), nothing if used_kv is None else used_kv.data_ptr(),
-        nothing if plan.order is None else plan.order.data_ptr(), *plan.numbers, *plan.constants,
-    )  # fmt: skip
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """A copy whose rows start at multiples of 16 bytes."""
-    wide = -(-x.shape[-1] // 8) * 8
-    made = torch.empty((*x.shape[:-1], wide), dtype=x.dtype, device=x.device)[..., : x.shape[-1]]
-    return made.copy_(x)
-
-
-def _box_shape(x: Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides as [batch, seqlen, heads, dim]; a ragged tensor is one batch entry."""
-    shape, strides = list(x.shape), list(x.stride())
-    if x.dim() == 3:
-        shape, strides = [1, *shape], [8, *strides]
-    strides = [8 if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
-    strides[3] = 1
-    return shape, strides
-
-
-def _must_copy(x: Tensor) -> bool:
-    """Whether TMA cannot take the strides: multiples of 16 bytes, above 0."""
-    return any(stride % 8 or stride <= 0 for stride in _box_shape(x)[1][:3])
-
-
-def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor | None:
-    """A descriptor with boxes of `rows` tokens of one head, `width` wide."""
-    if not width:
-        return None
-    shape, strides = _box_shape(x)
-    block = [1, rows, 1, width]
-    layout: Any = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[str(x.dtype).removeprefix("torch.")])
-    return TensorDescriptor(x, shape, strides, block, layout)
+def _optional(o: Operands) -> list[Tensor]:
+    return [x for x in (getattr(o, name) for name in OPTIONAL) if x is not None]
 
 
 @lru_cache(maxsize=16)
@@ -149,13 +81,12 @@ def _processors(device: int) -> int:
 
 def _make_plan(p: Problem, o: Operands) -> Plan:
     """The plan of a Problem; compiles its kernel."""
-    copies = any(map(_must_copy, (o.q, o.k, o.v)))
     ragged, q = p.layout == "ragged", o.q
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = (p.num_heads_q, q.shape[0]) if ragged else (q.shape[0], p.num_heads_q, q.shape[1])
     out_dtype = getattr(torch, p.out_dtype)
-    if copies or any(x.data_ptr() & 15 for x in (o.q, o.k, o.v)):
-        return Plan(None, (), 0, (), (), out_shape, lse_shape, out_dtype, None, copies)
+    if any(map(must_copy, (o.q, o.k, o.v))):
+        return Plan(None, False, None, out_shape, lse_shape, out_dtype)
     config, bounds = heuristics.forward_config(p), affine(p.mask)
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
@@ -181,38 +112,21 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     constants = (
         config.consumers, heuristics.STAGES, config.d[1], config.v[1], ragged, p.padded_q + 2 * p.padded_kv, kind,
         ordered, p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
-        config.q_stages, config.turns, __import__('os').environ.get('APART', '1') == '1',
+        config.q_stages, config.turns,
     )  # fmt: skip
     out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
-    staged = config.staging > 0
-    boxes = (
-        _descriptor(q, 64, config.d[0]), _descriptor(q, 64, config.d[1]),
-        _descriptor(o.k, config.block_kv, config.d[0]), _descriptor(o.k, config.block_kv, config.d[1]),
-        _descriptor(o.v, config.block_kv, config.v[0]), _descriptor(o.v, config.block_kv, config.v[1]),
-        _descriptor(out, 64, config.v[0]) if staged else None, _descriptor(out, 64, config.v[1]) if staged else None,
+    lse = torch.empty(lse_shape, device=q.device)
+    tensors = (o.q, o.k, o.v, out, lse, lse if order is None else order, *_optional(o))
+    rows, staged = (64, config.block_kv, config.block_kv, 64), config.staging > 0
+    widths = (config.d, config.d, config.v, config.v if staged else (0, 0))
+    boxes = [Of(n, rows_box(tensors[n], rows[n], width)) if width else None for n in range(4) for width in widths[n]]
+    given = iter(range(6, len(tensors)))
+    optional = [Of(4 if getattr(o, name) is None else next(given)) for name in OPTIONAL]
+    step = Step(
+        forward_kernel, grid, (*boxes, Of(3), Of(4), *optional, Of(5), *numbers), constants,
+        maxnreg=config.registers[1], tensors=tensors,
     )  # fmt: skip
-    kernel = _compile(boxes, numbers, constants, o, (out, torch.empty(lse_shape, device=q.device), order), config)
-    return Plan(kernel, tuple(map(_box, boxes)), grid, numbers, constants, out_shape, lse_shape, out_dtype, order, copies)
-
-
-def _compile(
-    boxes: tuple[TensorDescriptor | None, ...],
-    numbers: tuple[Any, ...],
-    constants: tuple[Any, ...],
-    o: Operands,
-    results: tuple[Tensor, Tensor, Tensor | None],
-    config: heuristics.ForwardConfig,
-) -> Any:
-    """The compiled kernel; Triton finds it in memory or on disk if it has seen the like."""
-    out, lse, order = results
-    kernel: Any = forward_kernel.run(
-        *boxes, out, lse, lse if o.sink is None else o.sink,
-        lse if o.cu_seqlens_q is None else o.cu_seqlens_q, lse if o.cu_seqlens_kv is None else o.cu_seqlens_kv,
-        lse if o.seqlens_q is None else o.seqlens_q, lse if o.seqlens_kv is None else o.seqlens_kv,
-        lse if order is None else order, *numbers, *constants,
-        grid=(1,), warmup=True, num_warps=4, maxnreg=config.registers[1], enable_fp_fusion=True,
-    )  # fmt: skip
-    return kernel.result() if hasattr(kernel, "result") else kernel
+    return Plan(Steps([step]), len(tensors) > 6, order, out_shape, lse_shape, out_dtype)
 
 
 def _without_keys(p: Problem, o: Operands) -> tuple[Tensor, Tensor]:

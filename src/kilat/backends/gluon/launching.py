@@ -1,58 +1,195 @@
-"""Launching a compiled kernel again without Triton's argument binder, which costs tens of microseconds a launch."""
+"""Kernels compiled once and launched again and again with new addresses, around Triton's argument binder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from triton import knobs
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled
+from kilat.backends.gluon._compat import (
+    UnexpectedError,
+    arguments_of,
+    has_hooks,
+    kernel_of,
+    launch_through_triton,
+)
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+_GLUON_DTYPES: dict[torch.dtype, Any] = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
 
+
+@dataclass(frozen=True)
 class Box:
-    """What a launch reads of a `TensorDescriptor`, without its checks."""
+    """How TMA cuts a tensor up: all that a `TensorDescriptor` says but for the memory."""
 
-    __slots__ = ("base", "block_shape", "layout", "padding", "round_f32_to_tf32", "shape", "strides")
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
 
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any) -> None:
-        self.base, self.shape, self.strides, self.block_shape, self.layout = base, shape, strides, block_shape, layout
-        self.padding, self.round_f32_to_tf32 = "zero", False
-
-    def descriptor(self) -> TensorDescriptor:
-        """The descriptor itself, for Triton's binder."""
-        return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, self.layout)
+    def on(self, x: Tensor) -> TensorDescriptor:
+        """The descriptor of a tensor, for Triton."""
+        return TensorDescriptor(x, self.shape, self.strides, self.block_shape, self.layout)
 
 
-class Launcher:
-    """Launches kernels, and remembers what each was compiled to for arguments of the same kind."""
+def tma_strides(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of x as [batch, seqlen, heads, dim] (ragged: batch 1), valid strides along axes of length 1."""
+    shape, strides = list(x.shape), list(x.stride())
+    unit = 16 // x.element_size()
+    if x.dim() == 3:
+        shape, strides = [1, *shape], [unit, *strides]
+    strides = [unit if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
+    strides[3] = 1
+    return shape, strides
 
-    def __init__(self) -> None:
-        self._compiled: dict[Any, Any] = {}
 
-    def __call__(
+def must_copy(x: Tensor) -> bool:
+    """Whether TMA cannot take the strides: multiples of 16 bytes, above 0."""
+    unit = 16 // x.element_size()
+    return any(stride % unit or stride <= 0 for stride in tma_strides(x)[1][:3])
+
+
+def aligned_copy(x: Tensor) -> Tensor:
+    """A copy whose rows start at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    wide = -(-x.shape[-1] // unit) * unit
+    made = torch.empty((*x.shape[:-1], wide), dtype=x.dtype, device=x.device)[..., : x.shape[-1]]
+    return made.copy_(x)
+
+
+def rows_box(x: Tensor, rows: int, width: int) -> Box:
+    """Boxes of `rows` tokens of one head, `width` wide."""
+    block = [1, rows, 1, width]
+    layout: Any = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
+    return Box(*tma_strides(x), block, layout)
+
+
+def matrix_box(rows: int, width: int, block: int) -> Box:
+    """Boxes [block, width] of a contiguous float32 matrix [rows, width]."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return Box([rows, width], [width, 1], [block, width], layout)
+
+
+class Of(NamedTuple):
+    """A kernel's argument that is tensor number `n` of the call, from element `start` on: in boxes, or its address."""
+
+    n: int
+    box: Box | None = None
+    start: int = 0
+
+
+class Step:
+    """A kernel with all that does not change from call to call; made, it is compiled.
+
+    `arguments` are the kernel's run-time parameters in order: `Of` a tensor of the call, a number or None.
+    """
+
+    def __init__(
         self,
         kernel: Any,
-        programs: int,
-        tensors: tuple[Any, ...],
-        numbers: tuple[Any, ...],
-        constants: tuple[Any, ...],
+        grid: int,
+        arguments: Sequence[Any],
+        constants: Sequence[Any],
+        *,
         maxnreg: int | None = None,
+        tensors: Sequence[Tensor],
     ) -> None:
-        """Launch `programs` programs; the kernel's parameters are tensors (Box, Tensor, None), numbers, constants."""
-        device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-        kinds = [None if x is None else type(x) is Box or x.data_ptr() % 16 for x in tensors]
-        key = (kernel, device, numbers, *kinds)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            bound = [x.descriptor() if isinstance(x, Box) else x for x in tensors]
-            self._compiled[key] = kernel[(programs,)](
-                *bound, *numbers, *constants, num_warps=4, enable_fp_fusion=True, maxnreg=maxnreg
-            )
+        self._kernel, self._grid, self._arguments, self._constants = kernel, grid, tuple(arguments), tuple(constants)
+        self._options = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": maxnreg}
+        self.device = tensors[0].get_device()
+        self.start: Any = None
+        """(stream, addresses of the tensors): launches; None where that cannot be done without Triton's launcher."""
+        if self.device >= 0:
+            made = kernel.run(*self._bound(tensors), *constants, grid=(1,), warmup=True, **self._options)
+            self._compiled = made.result() if hasattr(made, "result") else made
+            self._prepare(tensors)
+
+    def _bound(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """What Triton is given for the arguments."""
+        bound: list[Any] = []
+        for x in self._arguments:
+            if not isinstance(x, Of):
+                bound.append(x)
+                continue
+            tensor = tensors[x.n].detach()
+            tensor = tensor.view(-1)[x.start :] if x.start else tensor
+            bound.append(tensor if x.box is None else x.box.on(tensor))
+        return bound
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Pack what does not change, if the compiled kernel is as `_compat` knows them."""
+        parameters: list[Any] = [*self._arguments, *self._constants]
+        try:
+            kernel = kernel_of(self._compiled, self.device)
+            given = [x.box or x if isinstance(x, Of) else x for x in parameters]
+            arguments = arguments_of(self._compiled, given)
+        except (UnexpectedError, AttributeError, KeyError) as error:
+            warnings.warn(f"kernels are launched by Triton's slower launcher: {error}", RuntimeWarning, stacklevel=2)
             return
-        compiled.run(
-            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata,
-            None, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *tensors, *numbers, *constants,
-        )  # fmt: skip
+        maps: dict[tuple[int, int], list[Tiled]] = {}  # by tensor and first byte
+        pointers: list[tuple[int, int]] = []
+        found: list[bytes | tuple[tuple[int, int], int | None]] = []  # bytes, or whose map or address
+        for n, x in arguments:
+            if isinstance(x, bytes):
+                found.append(x)
+                continue
+            of: Of = parameters[n]
+            whose = of.n, of.start * tensors[of.n].element_size()
+            known: list[Any] = pointers if x is None else maps.setdefault(whose, [])
+            value = whose if x is None else x
+            if value not in known:
+                known.append(value)
+            found.append((whose, None if x is None else known.index(value)))
+        order = list(maps)
+        packed: list[bytes | Changing] = []
+        for x in found:
+            if isinstance(x, bytes):
+                packed.append(x)
+            elif x[1] is None:
+                packed.append(Changing(len(order) + pointers.index(x[0])))
+            else:
+                packed.append(Changing(order.index(x[0]), x[1] * MAP_BYTES))
+        sources = [Source(*whose, TensorMaps(tiled, self.device)) for whose, tiled in maps.items()]
+        sources += [Source(*whose) for whose in pointers]
+        self.start = Launch(kernel, self._grid, packed, sources)
+
+    def through_triton(self, tensors: Sequence[Tensor]) -> None:
+        """Launch with Triton's launcher, or run in Triton's interpreter; without a GPU that is Triton's affair."""
+        arguments = [*self._bound(tensors), *self._constants]
+        if self.device < 0:
+            self._kernel[(self._grid,)](*arguments, **self._options)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            launch_through_triton(self._compiled, self._grid, stream, arguments)
+
+
+class Steps:
+    """Kernels that work one after another on the same tensors."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = tuple(steps)
+        self._starts = [step.start for step in steps]
+        self.packed = None not in self._starts
+
+    def __call__(self, tensors: Sequence[Tensor], addresses: tuple[int, ...]) -> None:
+        """Launch them on the current stream; `addresses` are those of the tensors."""
+        if not self.packed or has_hooks():
+            for step in self._steps:
+                step.through_triton(tensors)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._steps[0].device)
+        for start in self._starts:
+            start(stream, addresses)

@@ -1,0 +1,219 @@
+"""What the GPU backends share: starting a compiled CUDA kernel with arguments that were packed beforehand.
+
+Triton's launchers take every argument as a Python object at every launch, 113 of them in the Hopper forward. A `Launch`
+writes the addresses that change into a block of packed arguments and calls the driver through ctypes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAP_BYTES = 128
+POINTER_BYTES = 8
+MAX_MAPS = 256
+"""Tensor maps kept of one tensor of a call; all are dropped when there are more (each costs microseconds)."""
+
+MAX_BLOCKS = 128
+"""Packed arguments kept of one kernel, two KiB each; further addresses are written over those used last, so that a
+round through too many addresses still finds most of them."""
+
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_STREAM = 32  # where the stream stands in a CUlaunchConfig
+_CONFIG = struct.Struct("<IIIIIIIxxxxQQIxxxx")  # CUlaunchConfig; stream, attributes and their number come last
+_L2_PROMOTION_128B = 2
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """The CUDA driver's library; ctypes releases Python's lock while it works."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, what: str) -> None:
+    """Raise RuntimeError if the driver returned an error."""
+    if code:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorName(code, ctypes.byref(text))
+        name = (text.value or b"unknown error").decode()
+        raise RuntimeError(f"the CUDA driver must be able to {what}; got {name} ({code})")
+
+
+class Kernel(NamedTuple):
+    """A kernel in the GPU's memory."""
+
+    name: str
+    function: int
+    threads: int
+    shared: int  # bytes
+    device: int
+
+
+class Changing(NamedTuple):
+    """An argument that each launch brings: what stands from byte `start` on in its value number `value`."""
+
+    value: int
+    start: int = 0
+
+
+class Source(NamedTuple):
+    """A changing value: the address of a call's tensor number `n` plus `start` bytes, or the tensor maps made there."""
+
+    n: int
+    start: int = 0
+    maps: TensorMaps | None = None
+
+
+class _Block(NamedTuple):
+    """Packed arguments of one launch at a time: memory, where values stand in it, what the driver is given."""
+
+    memory: Any
+    values: int
+    stream: Any
+    config: Any
+    arguments: Any
+
+
+class Launch:
+    """A kernel, its grid and its arguments: bytes that never change, and the places of those that follow addresses.
+
+    `sources` are the changing values, those with tensor maps first. Arguments stay packed by the addresses of a call,
+    since most calls meet tensors where earlier ones lay. A launch may run in several threads at a time.
+    """
+
+    def __init__(self, kernel: Kernel, grid: int, arguments: Sequence[bytes | Changing], sources: Sequence[Source]):
+        self._kernel, self._grid, self._arguments, self._sources = kernel, grid, tuple(arguments), tuple(sources)
+        self._sizes = [POINTER_BYTES if x.maps is None else x.maps.size for x in sources]
+        kinds = ["Q" if x.maps is None else f"{x.maps.size}s" for x in sources]
+        self._pack = struct.Struct("<" + "".join(kinds)).pack_into
+        self._function: Any = ctypes.c_void_p.from_param(kernel.function)  # arguments made beforehand cost less
+        self._start = driver().cuLaunchKernelEx
+        self._blocks: dict[tuple[int, ...], _Block] = {}
+
+    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Start the kernel on a stream of the current device; raises RuntimeError with the driver's error."""
+        block = self._blocks.pop(addresses, None) or self._filled(addresses)
+        block.stream.value = stream
+        error = self._start(block.config, self._function, block.arguments, None)
+        if error == _NO_CONTEXT:  # a thread that has not used the GPU yet
+            _enter(self._kernel.device)
+            error = self._start(block.config, self._function, block.arguments, None)
+        self._blocks[addresses] = block
+        if error:
+            check(error, f"start {self._kernel.name}")
+
+    def _filled(self, addresses: tuple[int, ...]) -> _Block:
+        """A block with the values of addresses that have none."""
+        values: list[bytes | int] = []
+        for n, start, maps in self._sources:
+            address = addresses[n] + start
+            values.append(address if maps is None else maps.of(address))
+        block = None
+        if len(self._blocks) >= MAX_BLOCKS:
+            with contextlib.suppress(KeyError):  # other threads took them all
+                _, block = self._blocks.popitem()
+        block = block or self._block()
+        self._pack(block.memory, block.values, *values)
+        return block
+
+    def _block(self) -> _Block:
+        """[configuration, values, constants, addresses of the arguments], the values at a multiple of 128 bytes."""
+        constants = [x for x in self._arguments if isinstance(x, bytes)]
+        fixed = sum(self._sizes)
+        size = 128 + fixed + sum(_rounded(len(x)) for x in constants) + 8 * len(self._arguments)
+        memory = ctypes.create_string_buffer(size + 128)
+        first = ctypes.addressof(memory)
+        values = 128 - first % 128 + 128
+        starts = [values + sum(self._sizes[:n]) for n in range(len(self._sizes))]
+        at, places = values + fixed, list[int]()
+        for x in self._arguments:
+            if isinstance(x, bytes):
+                memory[at : at + len(x)] = x
+                places.append(first + at)
+                at += _rounded(len(x))
+            else:
+                places.append(first + starts[x.value] + x.start)
+        struct.pack_into(f"<{len(places)}Q", memory, at, *places)
+        config = values - _CONFIG.size
+        threads, shared = self._kernel.threads, self._kernel.shared
+        _CONFIG.pack_into(memory, config, self._grid, 1, 1, threads, 1, 1, shared, 0, 0, 0)
+        stream = ctypes.c_uint64.from_buffer(memory, config + _STREAM)
+        return _Block(memory, values, stream, ctypes.byref(memory, config), ctypes.byref(memory, at))
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _enter(device: int) -> None:
+    """Make the device's primary context, in which torch works too, current in this thread."""
+    library, number, context = driver(), ctypes.c_int(), ctypes.c_void_p()
+    check(library.cuDeviceGet(ctypes.byref(number), device), f"find device {device}")
+    check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), f"use device {device}")
+    check(library.cuCtxSetCurrent(context), f"use device {device}")
+
+
+class Tiled(NamedTuple):
+    """What `cuTensorMapEncodeTiled` is told beside the address; shape, strides (in elements) and box row-major."""
+
+    dtype: int
+    element_size: int
+    swizzle: int
+    box: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class TensorMaps:
+    """The tensor maps through which kernels read and write one tensor of a call, one behind the other, by address.
+
+    A map is a function of the address and of what stands in its `Tiled`, so one that was made stays right.
+    """
+
+    def __init__(self, tilings: Sequence[Tiled], device: int) -> None:
+        self._encoders = [_encoder(tiled, device) for tiled in tilings]
+        self._known: dict[int, bytes] = {}
+        self.size = MAP_BYTES * len(tilings)
+
+    def of(self, address: int) -> bytes:
+        """The maps of an address; remembers them."""
+        made = self._known.get(address)
+        if made is None:
+            if len(self._known) >= MAX_MAPS:
+                self._known.clear()
+            made = self._known[address] = b"".join([encode(address) for encode in self._encoders])
+        return made
+
+
+_TwoMaps = ctypes.c_char * (2 * MAP_BYTES)
+
+
+def _encoder(t: Tiled, device: int) -> Any:
+    rank = len(t.shape)
+    shape = (ctypes.c_uint64 * rank)(*reversed(t.shape))
+    strides = (ctypes.c_uint64 * (rank - 1))(*(n * t.element_size for n in reversed(t.strides[:-1])))
+    box = (ctypes.c_uint32 * rank)(*reversed(t.box))
+    steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+
+    def encode(address: int) -> bytes:
+        memory = _TwoMaps()
+        start = -ctypes.addressof(memory) % MAP_BYTES
+        given = (
+            ctypes.c_void_p(ctypes.addressof(memory) + start), t.dtype, rank, ctypes.c_void_p(address),
+            shape, strides, box, steps, 0, t.swizzle, _L2_PROMOTION_128B, 0,
+        )  # fmt: skip
+        code = driver().cuTensorMapEncodeTiled(*given)
+        if code == _NO_CONTEXT:  # making a map needs a context as launching does
+            _enter(device)
+            code = driver().cuTensorMapEncodeTiled(*given)
+        if code:
+            check(code, f"make a tensor map of {t} at address {address:#x}")
+        return memory.raw[start : start + MAP_BYTES]
+
+    return encode
