@@ -13,8 +13,10 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from kilat.backends.gluon.backward import backward_kernel
+from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
+from kilat.backends.gluon.heuristics import BackwardConfig, backward_config
 from kilat.backends.gluon.launching import Box, Launcher
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -26,27 +28,15 @@ if TYPE_CHECKING:
 
     from kilat.problem import Operands, Problem
 
-BLOCK_KV = 128
-MAX_DIM = 128
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-def unsupported(problem: Problem) -> list[str]:
-    """Every reason why this backward cannot do the problem, beyond the forward's own."""
-    reasons: list[str] = []
-    if max(problem.head_dim, problem.head_dim_v) > MAX_DIM:
-        dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
-        reasons.append(f"the gluon backward takes head dimensions up to {MAX_DIM}; got {dims}")
-    if problem.out_dtype != problem.dtype:
-        reasons.append(f"the gluon backward needs out in q's dtype {problem.dtype}; got out_dtype={problem.out_dtype}")
-    return reasons
 
 
 @dataclass
 class Plan:
     """What follows from the Problem alone, and the kernels compiled for it."""
 
-    width: int  # the head dimension that kernels work in
+    config: BackwardConfig
+    width: int  # of dQ's accumulator
     block_q: int
     tiles: int  # of 64 rows, from one query head to the next
     all_tiles: int
@@ -74,23 +64,29 @@ def _make_plan(p: Problem) -> Plan:
     bounds = affine(p.mask)
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
-    width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-    block_q, block_kv, ragged = (128 if width == 64 else 64), 8192 // width, p.layout == "ragged"
+    config, ragged = backward_config(p), p.layout == "ragged"
+    block_q, block_kv, dq_block_kv = config.block_q, config.block_kv, config.dq_block_kv
 
     def count(seqlen: int, block: int) -> int:
         return seqlen // block + p.batch if ragged else -(-seqlen // block)
 
-    tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, BLOCK_KV)
+    tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, block_kv)
     blocks, sequences = count(p.seqlen_q, BLOCK_Q.value), 1 if ragged else p.batch
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
     # TMA cannot store rows that are no multiple of 16 bytes
     foreign = ragged or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
-    masked = p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0
+    masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
-    turns = width == 128
+    width = sum(config.d)
+    if config.broad:
+        constants = (*config.d, *config.v, p.group, foreign, bool(cap), sums_dq, masked)
+    else:
+        buffers, turns = (3, False) if width == 64 else (4, True)
+        constants = (block_q, width, buffers, p.group, foreign, bool(cap), turns, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     return Plan(
+        config=config,
         width=width,
         block_q=block_q,
         tiles=tiles,
@@ -100,10 +96,10 @@ def _make_plan(p: Problem) -> Plan:
         sums_dq=sums_dq,
         foreign=foreign,
         numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, tiles, p.head_dim, p.head_dim_v, *factors),
-        constants=(block_q, width, 3 if width == 64 else 4, p.group, foreign, bool(cap), turns, sums_dq, masked),
+        constants=constants,
         dq_programs=blocks * p.num_heads_q * sequences,
         dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, tiles, p.head_dim, *factors),
-        dq_constants=(block_q, block_kv, width, p.group, bool(cap), foreign),
+        dq_constants=(block_q, dq_block_kv, *config.d, *config.v, p.group, bool(cap), foreign),
     )
 
 
@@ -161,7 +157,7 @@ def _prepare(problem: Problem, o: Operands, given: tuple[Any, ...], made: tuple[
             problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim_v,
             *_strides(out, plan.ragged), *_strides(dout, plan.ragged), *of_dlse,
         ),
-        (plan.block_q, plan.width, plan.sums_dq),
+        (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq),
     )  # fmt: skip
 
 
@@ -179,18 +175,18 @@ def _products(
     lengths = (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
     # gradients are stored through a descriptor only where TMA can
     dk_box, dv_box = (k, v) if plan.foreign else (readable(dk, plan.ragged), readable(dv, plan.ragged))
-    boxes = [(q, plan.block_q), (k, 64), (v, 64), (do, plan.block_q)]
-    plan.launch(
-        backward_kernel,
-        plan.programs,
-        (
-            *(box(x, n, plan.width) for x, n in boxes), row_box(rows[0], 1, 64), row_box(rows[1], 1, 64),
-            row_box(dq_pieces, 32, 128), box(dk_box, 64, plan.width), box(dv_box, 64, plan.width), dk, dv, *lengths,
-        ),
-        plan.numbers,
-        plan.constants,
-        maxnreg=168,
-    )  # fmt: skip
+    kinds = (plan.config.d, plan.config.d, plan.config.v, plan.config.v)
+    inputs = list(zip((q, k, v, do), (plan.block_q, 64, 64, plan.block_q), kinds, strict=True))
+    of_rows, gradients = (row_box(rows[0], 1, 64), row_box(rows[1], 1, 64)), ((dk_box, kinds[1]), (dv_box, kinds[2]))
+    if plan.config.broad:
+        kernel = backward_broad_kernel
+        tensors = [*(b for x, n, widths in inputs for b in box_pair(x, n, widths)), *of_rows]
+        tensors += [*(b for x, widths in gradients for b in box_pair(x, 64, widths)), dq_pieces]
+    else:
+        kernel = backward_kernel
+        tensors = [*(box(x, n, widths[0]) for x, n, widths in inputs), *of_rows, row_box(dq_pieces, 32, 128)]
+        tensors += [box(x, 64, widths[0]) for x, widths in gradients]
+    plan.launch(kernel, plan.programs, (*tensors, dk, dv, *lengths), plan.numbers, plan.constants, maxnreg=168)
     if plan.sums_dq:
         numbers = (problem.batch, problem.seqlen_q, problem.num_heads_q, plan.tiles, problem.head_dim, problem.scale)
         plan.launch(
@@ -201,12 +197,12 @@ def _products(
             (plan.block_q, plan.width),
         )
     elif "q" in problem.grad_of:
-        block_kv, dq_box = plan.dq_constants[1], q if plan.foreign else readable(dq, plan.ragged)
-        boxes = [(q, 64), (k, block_kv), (v, block_kv), (do, 64), (dq_box, 64)]
+        block_kv, dq_box = plan.config.dq_block_kv, q if plan.foreign else readable(dq, plan.ragged)
+        boxes = list(zip((q, k, v, do, dq_box), (64, block_kv, block_kv, 64, 64), (*kinds, kinds[0]), strict=True))
         plan.launch(
             backward_dq_kernel,
             plan.dq_programs,
-            (*(box(x, n, plan.width) for x, n in boxes), dq, rows[0], rows[1], *lengths),
+            (*(b for x, n, widths in boxes for b in box_pair(x, n, widths)), dq, rows[0], rows[1], *lengths),
             plan.dq_numbers,
             plan.dq_constants,
             maxnreg=168,
@@ -232,6 +228,11 @@ def box(x: Tensor, rows: int, width: int) -> Box:
     shape = [1, rows, 1, width]
     kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     return Box(x, list(x.shape), strides, shape, gl.NVMMASharedLayout.get_default_for(shape, kind))
+
+
+def box_pair(x: Tensor, rows: int, widths: tuple[int, int]) -> tuple[Box, Box | None]:
+    """The one or two boxes that a row of x is read in."""
+    return box(x, rows, widths[0]), box(x, rows, widths[1]) if widths[1] else None
 
 
 def row_box(x: Tensor, rows: int, width: int) -> Box:
