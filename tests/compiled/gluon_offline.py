@@ -28,6 +28,7 @@ class Compiled:
     products: int  # HGMMA instructions
     loads: int  # UTMALDG
     reductions: int  # UTMAREDG
+    vector_reductions: int  # REDG of 16 bytes
     serialised: bool  # ptxas gave up on overlapping products
     shared: int  # bytes
 
@@ -76,6 +77,7 @@ def read(kernel: Any, log: str, consumers: int = 2, products: int = 20) -> Compi
         products=count("HGMMA"),
         loads=count("UTMALDG"),
         reductions=count("UTMAREDG"),
+        vector_reductions=sum("REDG.E.ADD.F32x4" in line for line in code),
         serialised=bool(re.search(r"C751[245]|serialized", log)),
         shared=kernel.metadata.shared,
     )

@@ -22,24 +22,26 @@ SHARED_MEMORY = 227 * 1024
 ASSEMBLER = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
-def compiled(dim: int, dtype: str = "bfloat16", seqlen: int = 256, **more: Any) -> dict[str, Compiled]:
+def compiled(dim: int, dtype: str = "bfloat16", seqlen: int = 256, dim_v: int = 0, **more: Any) -> dict[str, Compiled]:
     """The kernels of one call by name."""
     ragged = more.pop("ragged", False)
-    heads = (4, 2)
+    heads, dim_v = (4, 2), dim_v or dim
     shape = (seqlen,) if ragged else (1, seqlen)
-    q, k, v = (torch.zeros(*shape, n, dim, dtype=getattr(torch, dtype)) for n in (heads[0], heads[1], heads[1]))
+    shapes = [(heads[0], dim), (heads[1], dim), (heads[1], dim_v), (heads[0], dim_v)]
+    q, k, v, out = (torch.zeros(*shape, *x, dtype=getattr(torch, dtype)) for x in shapes)
+    out = out.to(getattr(torch, more.get("out_dtype", dtype)))
     operands = Operands(q, k, v)
     if ragged:
         operands.cu_seqlens_q = operands.cu_seqlens_kv = torch.tensor([0, seqlen], dtype=torch.int32)
     problem = Problem(
         layout="ragged" if ragged else "dense", dtype=dtype, out_dtype=dtype, device="cuda", head_dim=dim,
-        head_dim_v=dim, num_heads_q=heads[0], num_heads_kv=heads[1], needs_grad=True, grad_of=frozenset("qkv"),
+        head_dim_v=dim_v, num_heads_q=heads[0], num_heads_kv=heads[1], needs_grad=True, grad_of=frozenset("qkv"),
         batch=1, seqlen_q=seqlen, seqlen_kv=seqlen,
     )  # fmt: skip
     problem = replace(problem, **more)
     lse = torch.zeros(heads[0], seqlen)
-    with compiling() as found:
-        backward_launch.backward(problem, operands, q, lse if ragged else lse[None], q, None)
+    with compiling(products=20 if max(dim, dim_v) <= 128 else 12) as found:
+        backward_launch.backward(problem, operands, out, lse if ragged else lse[None], out, None)
     return found
 
 
@@ -67,6 +69,44 @@ def test_budget(name: str) -> None:
         assert not kernel.serialised
         assert kernel.spilled <= spilled, kernel
         assert kernel.in_loops <= in_loops, kernel
+
+
+BROAD: dict[str, tuple[dict[str, Any], int, int]] = {
+    "256": ({"dim": 256}, 0, 0),
+    "256-causal": ({"dim": 256, "mask": Causal()}, 0, 0),
+    "256-ragged": ({"dim": 256, "mask": Causal(), "ragged": True}, 160, 2),
+    "256-softcap": ({"dim": 256, "scores": (Softcap(20.0),)}, 32, 4),
+    "192-128": ({"dim": 192, "dim_v": 128, "mask": Causal()}, 0, 0),
+    "192-128-ragged": ({"dim": 192, "dim_v": 128, "mask": Causal(), "ragged": True}, 48, 0),
+    "129-float16": ({"dim": 129, "dtype": "float16"}, 192, 2),
+    "256-out-float32": ({"dim": 256, "out_dtype": "float32"}, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", BROAD)
+def test_broad_budget(name: str) -> None:
+    """Above 128: dQ by vector reductions, wide products, no spill in a loop of the plain configurations."""
+    arguments, spilled, in_loops = BROAD[name]
+    kernel = compiled(**arguments)["backward_broad_kernel"]
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.products >= 40
+    assert kernel.loads >= 6
+    assert kernel.vector_reductions >= 24
+    if ASSEMBLER < (3, 9):
+        assert not kernel.serialised
+        assert kernel.spilled <= spilled, kernel
+        assert kernel.in_loops <= in_loops, kernel
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128)])
+def test_broad_deterministic(dims: tuple[int, int]) -> None:
+    kernels = compiled(dims[0], dim_v=dims[1], deterministic=True, mask=Causal())
+    assert kernels["backward_broad_kernel"].vector_reductions == 0
+    for name in ("backward_broad_kernel", "backward_dq_kernel"):
+        assert not kernels[name].serialised
+        assert kernels[name].in_loops == 0
+        assert kernels[name].shared <= SHARED_MEMORY
+    assert kernels["backward_dq_kernel"].products >= 40
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -21,9 +21,9 @@ def _cases() -> list[Case]:
     """Cases of the list in half precision, and the sizes at which tiles begin and end."""
     found: list[Case] = []
     for case in CASES:
-        if case.cached or case.dropout or case.out_dtype or case.scores not in ("none", "softcap"):
+        if case.cached or case.dropout or case.scores not in ("none", "softcap"):
             continue
-        if max(case.head_dim, case.head_dim_v or 0) > 128 or case.dtype == "float64":
+        if max(case.head_dim, case.head_dim_v or 0) > 256 or case.dtype == "float64":
             continue
         for dtype in ("bfloat16", "float16"):
             if case.logits <= 1e3 or dtype == "bfloat16":
@@ -36,6 +36,15 @@ def _cases() -> list[Case]:
         for dim in (17, 64, 96, 128)
         for mask in ("none", "causal", "window", "causal_top_left", "window_left")
     ]
+    found += [
+        Case(
+            f"{q}x{kv}-d{dim}-{dim_v}-{mask}", seqlen=(q, kv), head_dim=dim, head_dim_v=dim_v, mask=mask, batch=1,
+            heads=(4, 2), dtype="bfloat16",
+        )
+        for q, kv in [(1, 1), (63, 129), (192, 192), (257, 513), (1000, 777)]
+        for dim, dim_v in [(129, 129), (160, 200), (192, 128), (40, 192), (256, 64), (256, 256)]
+        for mask in ("none", "causal", "window", "causal_top_left")
+    ]  # fmt: skip
     return found
 
 

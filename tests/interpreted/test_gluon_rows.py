@@ -23,6 +23,8 @@ from kilat.backends.gluon.launching import Of
 SETTINGS = {
     "wide": Setting(70, 30, batch=2, heads=(4, 2), dim=96),
     "narrow": Setting(200, 30, dim=40),
+    "broad": Setting(70, 30, heads=(2, 1), dim=192, dim_v=251),
+    "broad-256": Setting(70, 30, dim=256, dim_v=3),
     "ragged": Setting(dim=64, ragged=((5, 63, 0, 200), (5, 170, 20, 0)), heads=(2, 1)),
     "padded": Setting(67, 131, batch=4, padded=((67, 0, 5, 33), (3, 9, 0, 131)), heads=(2, 1)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from simulated.gluon_sim import Desc, Ptr
 
 from kilat import reference
-from kilat.backends.gluon import backward, backward_dq
+from kilat.backends.gluon import backward, backward_broad, backward_dq
+from kilat.backends.gluon.heuristics import BackwardConfig, backward_config
 from kilat.masks.affine import affine
 from kilat.problem import Operands, Problem
 
@@ -27,6 +29,7 @@ class Setting:
     batch: int = 1
     heads: tuple[int, int] = (1, 1)
     dim: int = 128
+    dim_v: int = 0  # 0: as dim
     mask: Any = None
     softcap: float = 0.0
     scale: float = 0.1
@@ -35,25 +38,16 @@ class Setting:
     turns: bool = False
     deterministic: bool = False  # dQ by a kernel of its own
 
-    @property
-    def width(self) -> int:
-        """The head dimension that kernels work in."""
-        return 64 if self.dim <= 64 else 128
-
-    @property
-    def block_q(self) -> int:
-        """Queries of a turn."""
-        return 128 if self.width == 64 else 64
-
 
 def tensors(s: Setting, seed: int) -> dict[str, np.ndarray]:
     """q, k, v, do as [batch, seqlen, heads, dim] (ragged: batch 1) with NaN in what no sequence owns."""
     rng = np.random.default_rng(seed)
     batch = 1 if s.ragged else s.batch
     made = {}
-    for name, heads, side in (("q", 0, 0), ("k", 1, 1), ("v", 1, 1), ("do", 0, 0)):
+    dim_v = s.dim_v or s.dim
+    for name, heads, side, dim in (("q", 0, 0, s.dim), ("k", 1, 1, s.dim), ("v", 1, 1, dim_v), ("do", 0, 0, dim_v)):
         n = sum(s.ragged[side]) + 3 if s.ragged else (s.q_len, s.kv_len)[side]
-        x = rng.standard_normal((batch, n, s.heads[heads], s.dim)).astype(np.float32)
+        x = rng.standard_normal((batch, n, s.heads[heads], dim)).astype(np.float32)
         if s.ragged:
             x[:, n - 3 :] = np.nan
         for b, lengths in enumerate(zip(*s.padded, strict=True) if s.padded else ()):
@@ -76,7 +70,8 @@ def problem(s: Setting, x: dict[str, np.ndarray]) -> tuple[Problem, Operands]:
         op.seqlens_q, op.seqlens_kv = (torch.tensor(n, dtype=torch.int32) for n in s.padded)
     p = Problem(
         layout="ragged" if s.ragged else "dense", dtype="float32", out_dtype="float32", device="cpu",
-        head_dim=s.dim, head_dim_v=s.dim, num_heads_q=s.heads[0], num_heads_kv=s.heads[1], mask=s.mask, scores=scores,
+        head_dim=s.dim, head_dim_v=s.dim_v or s.dim, num_heads_q=s.heads[0], num_heads_kv=s.heads[1], mask=s.mask,
+        scores=scores,
         padded_q=bool(s.padded), padded_kv=bool(s.padded), needs_grad=True, grad_of=frozenset("qkv"),
         batch=len(s.ragged[0]) if s.ragged else s.batch, seqlen_q=x["q"].shape[1], seqlen_kv=x["k"].shape[1],
         scale=s.scale,
@@ -109,34 +104,33 @@ def simulate(
 ) -> dict[str, np.ndarray]:
     """dq, dk, dv of the simulated kernel."""
     heads_q, heads_kv = s.heads
-    sequences = p.batch
-    block_q, width = s.block_q, s.width
+    sequences, config = p.batch, backward_config(p)
+    block_q, block_kv, width = config.block_q, config.block_kv, sum(config.d)
     q_total, kv_total = x["q"].shape[1], x["k"].shape[1]
     if s.ragged:
         tiles = (q_total // block_q + sequences) * (block_q // 64)
-        tiles_kv = kv_total // 128 + sequences
+        tiles_kv = kv_total // block_kv + sequences
         programs = tiles_kv * heads_kv
         all_tiles = tiles * heads_q
     else:
         tiles = -(-q_total // block_q) * (block_q // 64)
-        tiles_kv = -(-kv_total // 128)
+        tiles_kv = -(-kv_total // block_kv)
         programs = tiles_kv * heads_kv * sequences
         all_tiles = tiles * heads_q * sequences
     places = list(_rows(s, p, tiles, block_q))
     lse_rows, delta_rows = _prepared(s, x, out, lse, places, all_tiles)
     dq_pieces = np.zeros((all_tiles * (width // 64) * 32, 128), np.float32)
-    dk, dv = (np.zeros(x["k"].shape, np.float32) for _ in range(2))
+    dk, dv = (np.zeros(x[name].shape, np.float32) for name in "kv")
     bounds = affine(s.mask)
     assert bounds is not None
     factor = s.scale * LOG2E if not s.softcap else 2 * LOG2E * s.scale / s.softcap
-    boxes = {n: Desc(x[n], (1, 64 if n in "kv" else block_q, 1, width)) for n in ("q", "k", "v", "do")}
     args = {
-        **{f"{n}_desc": d for n, d in boxes.items()},
+        **_boxes(x, dict.fromkeys("kv", 64) | dict.fromkeys(("q", "do"), block_q), config),
+        **_boxes({"dk": dk, "dv": dv}, {"dk": 64, "dv": 64}, config),
         "lse_desc": Desc(lse_rows, (1, 64)),
         "delta_desc": Desc(delta_rows, (1, 64)),
         "dq_desc": Desc(dq_pieces, (32, 128)),
-        "dk_desc": Desc(dk, (1, 64, 1, width)),
-        "dv_desc": Desc(dv, (1, 64, 1, width)),
+        "dq_ptr": Ptr(dq_pieces.reshape(-1)),
         "dk_ptr": Ptr(dk.reshape(-1)),
         "dv_ptr": Ptr(dv.reshape(-1)),
         "offsets_q": Ptr(_offsets(s.ragged[0])) if s.ragged else None,
@@ -145,23 +139,43 @@ def simulate(
         "lengths_kv": Ptr(np.array(s.padded[1], np.int32)) if s.padded else None,
         "batch": sequences, "seqlen_q": q_total, "seqlen_kv": kv_total, "num_heads_kv": heads_kv,
         "left": bounds.left, "right": bounds.right,
-        "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv, "tiles": tiles, "dim": s.dim, "dim_v": s.dim,
+        "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv, "tiles": tiles, "dim": s.dim,
+        "dim_v": p.head_dim_v,
         "scale": np.float32(s.scale), "factor": np.float32(factor), "cap_log2": np.float32(s.softcap * LOG2E),
         "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 4 if width == 128 else 3,
+        "D1": config.d[0], "D2": config.d[1], "V1": config.v[0], "V2": config.v[1],
         "FOREIGN": bool(s.ragged or s.padded),
-        "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % 128), "SOFTCAP": bool(s.softcap),
+        "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % block_kv), "SOFTCAP": bool(s.softcap),
         "TURNS": s.turns, "WITH_DQ": not s.deterministic,
     }  # fmt: skip
-    gluon_sim.launch(backward, "backward_kernel", (programs,), args, seed=seed, timeout=timeout)
+    module, kernel = (backward_broad, "backward_broad_kernel") if config.broad else (backward, "backward_kernel")
+    _launch(module, kernel, programs, args, seed, timeout)
     found = {"k": dk[..., : s.dim], "v": dv}
     dq = np.zeros(x["q"].shape, np.float32)
     if s.deterministic:
-        _dq_by_queries(s, x, args, dq, (lse_rows, delta_rows), seed, timeout)
+        _dq_by_queries(s, x, args | {"config": config, "dq": dq}, (lse_rows, delta_rows), seed, timeout)
     else:
         rows = unfragmented(dq_pieces, width)[..., : s.dim] * s.scale
         for b, h, start, n, tile in places:
             dq[0 if s.ragged else b, start : start + n, h] = rows[tile * 64 : tile * 64 + n]
     return found | {"q": dq}
+
+
+def _boxes(x: dict[str, np.ndarray], rows: dict[str, int], config: BackwardConfig) -> dict[str, Desc | None]:
+    """Descriptors of the one or two boxes of tensors, as a kernel names them."""
+    made: dict[str, Desc | None] = {}
+    for name, array in x.items():
+        first, second = config.v if name in ("v", "do", "dv") else config.d
+        made[f"{name}_desc"] = Desc(array, (1, rows[name], 1, first))
+        made[f"{name}2_desc"] = Desc(array, (1, rows[name], 1, second)) if second else None
+    return made
+
+
+def _launch(module: Any, kernel: str, programs: int, args: dict[str, Any], seed: int, timeout: float) -> None:
+    """The kernel, with those of `args` that it takes."""
+    taken = inspect.signature(getattr(module, kernel).fn).parameters
+    given = {name: args[name] for name in taken}
+    gluon_sim.launch(module, kernel, (programs,), given, seed=seed, timeout=timeout)
 
 
 def _prepared(s: Setting, x: Any, out: Any, lse: Any, places: list[Any], all_tiles: int) -> tuple[Any, Any]:
@@ -178,21 +192,19 @@ def _prepared(s: Setting, x: Any, out: Any, lse: Any, places: list[Any], all_til
 
 
 def _dq_by_queries(
-    s: Setting, x: dict[str, np.ndarray], args: dict[str, Any], dq: np.ndarray, rows: Any, seed: int, timeout: float
+    s: Setting, x: dict[str, np.ndarray], args: dict[str, Any], rows: Any, seed: int, timeout: float
 ) -> None:
-    """Fill dq by the kernel that owns queries."""
-    block_kv, total, sequences = 8192 // s.width, dq.shape[1], args["batch"]
+    """Fill args["dq"] by the kernel that owns queries."""
+    dq, config, sequences = args["dq"], args["config"], args["batch"]
+    block_kv, total = config.dq_block_kv, dq.shape[1]
     blocks = total // 128 + sequences if s.ragged else -(-total // 128)
-    boxes = {f"{n}_desc": Desc(a, (1, block_kv if n in "kv" else 64, 1, s.width)) for n, a in (x | {"dq": dq}).items()}
-    same = [
-        *("offsets_q", "offsets_kv", "lengths_q", "lengths_kv", "batch", "seqlen_q", "seqlen_kv", "left", "right"),
-        *("right_top_left", "tiles", "dim", "scale", "factor", "cap_log2", "BM", "D", "GROUP", "SOFTCAP", "FOREIGN"),
-    ]
-    given = {name: args[name] for name in same} | boxes
+    rows_of = dict.fromkeys("kv", block_kv) | dict.fromkeys(("q", "do", "dq"), 64)
+    given = args | _boxes(x | {"dq": dq}, rows_of, config)
     given |= {"dq_ptr": Ptr(dq.reshape(-1)), "lse_tiles": Ptr(rows[0].reshape(-1))}
     given |= {"delta_tiles": Ptr(rows[1].reshape(-1)), "num_heads_q": s.heads[0], "blocks": blocks, "BN": block_kv}
-    grid = (blocks * s.heads[0] * (1 if s.ragged else sequences),)
-    gluon_sim.launch(backward_dq, "backward_dq_kernel", grid, given, seed=seed, timeout=timeout)
+    given |= {"D": config.d[0], "V": config.v[0]}
+    programs = blocks * s.heads[0] * (1 if s.ragged else sequences)
+    _launch(backward_dq, "backward_dq_kernel", programs, given, seed, timeout)
 
 
 def _rows(s: Setting, p: Problem, tiles: int, block_q: int) -> Any:

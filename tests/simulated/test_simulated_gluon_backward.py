@@ -16,9 +16,22 @@ from simulated.backward_harness import Setting
 from simulated.gluon_rebind import SEEDS
 from simulated.gluon_sim import SimError
 
-from kilat.backends.gluon import backward, backward_dq, backward_narrow, backward_parts, backward_wide
+from kilat.backends.gluon import (
+    backward,
+    backward_boxes,
+    backward_broad,
+    backward_broad_parts,
+    backward_dq,
+    backward_narrow,
+    backward_parts,
+    backward_wide,
+)
 from kilat.masks import Causal, Window
 
+MODULES = (
+    *(backward, backward_boxes, backward_broad, backward_broad_parts),
+    *(backward_dq, backward_narrow, backward_parts, backward_wide),
+)
 TOLERANCE = 1e-5  # of the largest exact value: products and sums in float32
 
 RAGGED = ((5, 63, 0, 200), (5, 170, 20, 0))
@@ -43,6 +56,17 @@ SETTINGS = {
     "padded-narrow": Setting(67, 131, batch=4, padded=PADDED, dim=64, mask=Causal()),
     "softcap": Setting(200, 128, softcap=2.0, scale=-0.2),
     "softcap-narrow": Setting(300, 200, dim=64, softcap=2.0, scale=0.0),
+    "broad-one": Setting(1, 1, dim=256),
+    "broad": Setting(300, 129, dim=256, heads=(4, 2)),
+    "broad-causal": Setting(130, 200, dim=192, dim_v=128, heads=(2, 1), mask=Causal()),
+    "broad-unseen": Setting(63, 300, dim=129, mask=Causal(align="top_left")),
+    "broad-window": Setting(300, 300, dim=160, dim_v=251, mask=Window(50, 20)),
+    "broad-v": Setting(129, 63, dim=5, dim_v=200, softcap=2.0, scale=-0.2),
+    "broad-ragged": Setting(ragged=RAGGED, heads=(2, 1), dim=192, dim_v=70, mask=Causal()),
+    "broad-padded": Setting(67, 131, batch=4, padded=PADDED, dim=256, dim_v=160),
+    "broad-deterministic": Setting(150, 129, dim=256, heads=(2, 1), mask=Causal(), deterministic=True),
+    "broad-deterministic-ragged": Setting(ragged=RAGGED, dim=192, dim_v=128, deterministic=True),
+    "broad-deterministic-padded": Setting(67, 131, batch=4, padded=PADDED, dim=40, dim_v=192, deterministic=True),
     "deterministic": Setting(200, 128, deterministic=True),
     "deterministic-narrow": Setting(300, 128, dim=64, heads=(2, 1), mask=Causal(), deterministic=True),
     "deterministic-window": Setting(300, 400, dim=90, mask=Window(50, 20), softcap=3.0, deterministic=True),
@@ -60,6 +84,7 @@ def test_gradients(name: str, seed: int) -> None:
 
 
 WIDE, NARROW = Setting(384, 128), Setting(512, 128, dim=64)
+BROAD, BROAD_SHORT = Setting(384, 64, dim=192), Setting(67, 131, batch=2, padded=((67, 33), (131, 100)), dim=192)
 DQ = Setting(64, 600, deterministic=True)
 SHORT = Setting(67, 131, batch=2, padded=((67, 33), (131, 100)))
 
@@ -114,7 +139,46 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         "mbarrier.arrive(r.k_free.index(stage), count=1)"),
     "dq-garbage-left": (
         replace(SHORT, deterministic=True), backward_dq.produce_keys,
-        "clear_rows(r.k.index(stage), x.kv_len - key, BN, D)", "pass"),
+        "load_cleared(k_desc, k2_desc, at, r.raw, 0, k, k2, x.kv_len - key, BN, D, D2)",
+        "load_rows(k_desc, k2_desc, at, r.raw, k, k2, 0, D2); mbarrier.wait(r.raw, 0)"),
+    "dq-second-box-lost": (
+        replace(BROAD, deterministic=True), backward_dq.consume_keys,
+        "dq2 = gl.where(sees, dq2 * scale, 0.0)", "dq2 = dq2 * 0.0"),
+    "boxes-same-columns": (
+        BROAD, backward_boxes.load_rows, "[batch, row, head, desc.block_shape[3]]", "[batch, row, head, 0]"),
+    "boxes-garbage-left": (BROAD_SHORT, backward_boxes.load_cleared, "clear_rows(x, left, ROWS, W1)", "pass"),
+    "boxes-garbage-left-in-second": (
+        BROAD_SHORT, backward_boxes.load_cleared, "clear_rows(x2, left, ROWS, W2)", "pass"),
+    "boxes-cleared-before-load": (BROAD_SHORT, backward_boxes.load_cleared, "mbarrier.wait(bar, raws & 1)", "pass"),
+    "boxes-second-product-lost": (BROAD, backward_boxes.scores_of, "if W2:", "if False:"),
+    "broad-no-wait-for-q": (BROAD, backward_broad.scores, "mbarrier.wait(r.q_full.index(stage), phase)", "pass"),
+    "broad-no-wait-for-k": (BROAD, backward_broad.scores, "mbarrier.wait(r.kv_full.index(0), 0)", "pass"),
+    "broad-no-wait-for-v": (BROAD, backward_broad.scores, "mbarrier.wait(r.kv_full.index(1), 0)", "pass"),
+    "broad-no-wait-for-ds": (BROAD, backward_broad.gradients, "mbarrier.wait(r.ds_full.index(slot), phase)", "pass"),
+    "broad-frees-q-early": (
+        BROAD, backward_broad.gradients, "mbarrier.wait(r.q_full.index(slot), phase)",
+        "mbarrier.wait(r.q_full.index(slot), phase); mbarrier.arrive(r.q_free.index(slot), count=1)"),
+    "broad-no-fence": (BROAD, backward_broad.scores, "fence_async_shared()", "pass"),
+    "broad-frees-do-early": (
+        BROAD, backward_broad.scores, "mbarrier.arrive(r.ds_full.index(stage), count=1)",
+        "mbarrier.arrive(r.ds_full.index(stage), count=1); mbarrier.arrive(r.do_free.index(stage), count=1)"),
+    "broad-never-frees-q": (BROAD, backward_broad.gradients, "mbarrier.arrive(r.q_free.index(slot), count=1)", "pass"),
+    "broad-wrong-part-of-dq": (BROAD, backward_broad.add_dq_part, "PART * 2", "PART"),
+    "broad-adds-nowhere": (
+        Setting(63, 300, dim=129, mask=Causal(align="top_left")), backward_broad.add_dq_part,
+        "if tile < NOWHERE:", "if True:"),
+    "broad-loads-into-used-do": (
+        BROAD, backward_broad_parts.produce_broad, "mbarrier.wait(r.do_free.index(stage), free)", "pass"),
+    "broad-loads-into-used-q": (
+        BROAD, backward_broad_parts.produce_broad, "mbarrier.wait(r.q_free.index(stage), free)", "pass"),
+    "broad-wrong-bytes": (
+        BROAD, backward_broad_parts.produce_broad,
+        "load_rows(q_desc, q2_desc, at, q_full, q, q2, ROW_BYTES, D2)",
+        "load_rows(q_desc, q2_desc, at, q_full, q, q2, 0, D2)"),
+    "broad-raws-uncounted": (
+        BROAD_SHORT, backward_broad_parts.produce_broad,
+        "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws + 1,",
+        "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws,"),
     "narrow-no-wait-for-ds": (
         NARROW, backward_narrow.turn,
         "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),
@@ -144,7 +208,7 @@ def test_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Each seed draws its own delays; some of them must show the bug."""
     setting, function, right, wrong = BUGS[name]
     broken = mutant(function, right, wrong)
-    for module in (backward, backward_dq, backward_narrow, backward_parts, backward_wide):
+    for module in MODULES:
         if hasattr(module, function.fn.__name__):
             monkeypatch.setattr(module, function.fn.__name__, broken)
     for seed in range(SEEDS):

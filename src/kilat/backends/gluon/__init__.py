@@ -58,12 +58,14 @@ class GluonBackend:
         return reasons or self._beyond_the_problem(problem)
 
     def _beyond_the_problem(self, problem: Problem) -> list[str]:
-        """Reasons that lie in the installation, and the backward's own."""
+        """Reasons that lie in the installation."""
         try:
             _module("forward_launch")
-            return _module("backward_launch").unsupported(problem) if problem.needs_grad else []
+            if problem.needs_grad:
+                _module("backward_launch")
         except ImportError as error:
             return [f"the gluon backend cannot be imported: {error}"]
+        return []
 
     def forward(self, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse) in the layouts of the semantics page."""

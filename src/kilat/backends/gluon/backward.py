@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kilat.backends.gluon.backward_narrow import consume_narrow
-from kilat.backends.gluon.backward_parts import Shared, barriers, place_of, produce
+from kilat.backends.gluon.backward_parts import BLOCK_KV, Shared, barriers, place_of, produce
 from kilat.backends.gluon.backward_wide import consume_wide
 
 
@@ -74,7 +74,7 @@ def backward_kernel(
     """One program for 128 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-        left, right, right_top_left, tiles_kv, tiles, BM, GROUP,
+        left, right, right_top_left, tiles_kv, tiles, BM, BLOCK_KV, GROUP,
     )  # fmt: skip
     r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS)
     gl.warp_specialize(

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kilat.backends.gluon.backward import backward_kernel
+from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
+from kilat.backends.gluon.heuristics import BackwardConfig, backward_config
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -21,34 +23,24 @@ from kilat.problem import Grads
 from kilat.scores import Softcap
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kilat.problem import Operands, Problem
 
-BLOCK_KV = 128
-MAX_DIM = 128
 
 # Tensors of a call, by number; behind them stand those of `OPTIONAL` that are given.
 Q, K, V, DO, OUT, LSE, WORK, DQ, DK, DV = range(10)
 OPTIONAL = ("dlse", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
 
 
-def unsupported(problem: Problem) -> list[str]:
-    """Every reason why this backward cannot do the problem, beyond the forward's own."""
-    reasons: list[str] = []
-    if max(problem.head_dim, problem.head_dim_v) > MAX_DIM:
-        dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
-        reasons.append(f"the gluon backward takes head dimensions up to {MAX_DIM}; got {dims}")
-    if problem.out_dtype != problem.dtype:
-        reasons.append(f"the gluon backward needs out in q's dtype {problem.dtype}; got out_dtype={problem.out_dtype}")
-    return reasons
-
-
 @dataclass
 class Plan:
     """What follows from the Problem alone, and the kernels compiled for it."""
 
-    width: int  # the head dimension that kernels work in
+    config: BackwardConfig
+    width: int  # of dQ's accumulator
     block_q: int
     tiles: int  # of 64 rows, from one query head to the next
     all_tiles: int
@@ -77,23 +69,29 @@ def _make_plan(p: Problem) -> Plan:
     bounds = affine(p.mask)
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
-    width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-    block_q, block_kv, ragged = (128 if width == 64 else 64), 8192 // width, p.layout == "ragged"
+    config, ragged = backward_config(p), p.layout == "ragged"
+    block_q, block_kv, dq_block_kv = config.block_q, config.block_kv, config.dq_block_kv
 
     def count(seqlen: int, block: int) -> int:
         return seqlen // block + p.batch if ragged else -(-seqlen // block)
 
-    tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, BLOCK_KV)
+    tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, block_kv)
     blocks, sequences = count(p.seqlen_q, BLOCK_Q.value), 1 if ragged else p.batch
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
     # TMA cannot store rows that are no multiple of 16 bytes
     foreign = ragged or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
-    masked = p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0
+    masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
-    turns = width == 128
+    width = sum(config.d)
+    if config.broad:
+        constants = (*config.d, *config.v, p.group, foreign, bool(cap), sums_dq, masked)
+    else:
+        buffers, turns = (3, False) if width == 64 else (4, True)
+        constants = (block_q, width, buffers, p.group, foreign, bool(cap), turns, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     return Plan(
+        config=config,
         width=width,
         block_q=block_q,
         tiles=tiles,
@@ -104,10 +102,10 @@ def _make_plan(p: Problem) -> Plan:
         sums_dq=sums_dq,
         foreign=foreign,
         numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, tiles, p.head_dim, p.head_dim_v, *factors),
-        constants=(block_q, width, 3 if width == 64 else 4, p.group, foreign, bool(cap), turns, sums_dq, masked),
+        constants=constants,
         dq_programs=blocks * p.num_heads_q * sequences,
         dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, tiles, p.head_dim, *factors),
-        dq_constants=(block_q, block_kv, width, p.group, bool(cap), foreign),
+        dq_constants=(block_q, dq_block_kv, *config.d, *config.v, p.group, bool(cap), foreign),
     )
 
 
@@ -212,20 +210,29 @@ def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) 
         p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
         *_strides(tensors[OUT], plan.ragged), *_strides(tensors[DO], plan.ragged), *of_dlse,
     )  # fmt: skip
-    grid, constants = plan.all_tiles // (plan.block_q // 64), (plan.block_q, plan.width, plan.sums_dq)
+    grid, constants = plan.all_tiles // (plan.block_q // 64), (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq)
     return Step(prepare_kernel, grid, arguments, constants, tensors=tensors)
 
 
+def _boxes(plan: Plan, tensors: list[Tensor], cut: Sequence[tuple[int, int]]) -> list[Of | None]:
+    """The two boxes (the second may be None) of each (tensor, rows)."""
+    found: list[Of | None] = []
+    for n, rows in cut:
+        widths = plan.config.v if n in (V, DO, DV) else plan.config.d
+        found += [Of(n, rows_box(tensors[n], rows, width)) if width else None for width in widths]
+    return found
+
+
 def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
-    boxes = [(Q, plan.block_q), (K, 64), (V, 64), (DO, plan.block_q)]
+    inputs = _boxes(plan, tensors, [(Q, plan.block_q), (K, 64), (V, 64), (DO, plan.block_q)])
     # gradients are stored through a descriptor only where TMA can
-    stored = [(K, 64), (V, 64)] if plan.foreign else [(DK, 64), (DV, 64)]
-    descriptors = [Of(n, rows_box(tensors[n], rows, plan.width)) for n, rows in boxes + stored]
-    arguments = (
-        *descriptors[:4], _rows(plan, 0, True), _rows(plan, 1, True), _pieces(plan, True), *descriptors[4:],
-        Of(DK), Of(DV), *lengths, *plan.numbers,
-    )  # fmt: skip
-    return Step(backward_kernel, plan.programs, arguments, plan.constants, maxnreg=168, tensors=tensors)
+    stored = _boxes(plan, tensors, [(K, 64), (V, 64)] if plan.foreign else [(DK, 64), (DV, 64)])
+    rows, kernel = (_rows(plan, 0, True), _rows(plan, 1, True)), backward_kernel
+    boxes = [*inputs[::2], *rows, _pieces(plan, True), *stored[::2]]
+    if plan.config.broad:
+        kernel, boxes = backward_broad_kernel, [*inputs, *rows, *stored, _pieces(plan, False)]
+    arguments = (*boxes, Of(DK), Of(DV), *lengths, *plan.numbers)
+    return Step(kernel, plan.programs, arguments, plan.constants, maxnreg=168, tensors=tensors)
 
 
 def _finish(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
@@ -239,12 +246,9 @@ def _finish(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -
 
 
 def _dq(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
-    block_kv, stored = plan.dq_constants[1], Q if plan.foreign else DQ
-    boxes = [(Q, 64), (K, block_kv), (V, block_kv), (DO, 64), (stored, 64)]
-    descriptors = [Of(n, rows_box(tensors[n], rows, plan.width)) for n, rows in boxes]
-    arguments = (
-        *descriptors, Of(DQ), _rows(plan, 0, False), _rows(plan, 1, False), *lengths, *plan.dq_numbers
-    )  # fmt: skip
+    block_kv, stored = plan.config.dq_block_kv, Q if plan.foreign else DQ
+    boxes = _boxes(plan, tensors, [(Q, 64), (K, block_kv), (V, block_kv), (DO, 64), (stored, 64)])
+    arguments = (*boxes, Of(DQ), _rows(plan, 0, False), _rows(plan, 1, False), *lengths, *plan.dq_numbers)
     return Step(backward_dq_kernel, plan.dq_programs, arguments, plan.dq_constants, maxnreg=168, tensors=tensors)
 
 

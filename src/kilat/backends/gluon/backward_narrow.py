@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kilat.backends.gluon._compat import cta_barrier
 from kilat.backends.gluon.backward_parts import (
+    BLOCK_KV,
     NOWHERE,
     add_dq,
     hide,
@@ -48,8 +49,8 @@ def scores_to_p(s, r, x, row, at, factor, cap_log2, W: gl.constexpr, SOFTCAP: gl
     """P of 64 queries from `row`, whose lse is entry `at`, and P times the slope of a softcap."""
     p, slope = probabilities(s, r.lse.index(at).load(S_LAYOUT), factor, cap_log2, SOFTCAP)
     if MASKED:  # noqa: SIM102 (a constant, and then a number of the program)
-        if is_masked(x, row, 64):
-            p = hide(p, x, r, row, W, S_LAYOUT)
+        if is_masked(x, row, 64, BLOCK_KV):
+            p = hide(p, x, r.kv_full, row, W, S_LAYOUT)
     return p, p * slope
 
 
@@ -193,6 +194,6 @@ def consume_narrow(
     at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
     dk = gl.where(is_seen, dk * scale, 0.0)
     dv = gl.where(is_seen, dv, 0.0)
-    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, D, FOREIGN)
-    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, D, FOREIGN)
+    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D, FOREIGN)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
     tma.store_wait(0)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
 
-BLOCK_KV = gl.constexpr(128)
+BLOCK_KV = gl.constexpr(128)  # below head_dim 129
 FAR = gl.constexpr(2**30)  # as in kilat.masks.core
 NOWHERE = gl.constexpr(2**22)  # a tile past the end of any lse
 
@@ -160,7 +160,7 @@ def band(q_len, kv_len, left, right, right_top_left):
 @gluon.jit
 def place_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, tiles, BM: gl.constexpr, GROUP: gl.constexpr,
+    left, right, right_top_left, tiles_kv, tiles, BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Where the program with this id works: keys first, then heads, then sequences."""
     pid = gl.program_id(0)
@@ -198,20 +198,20 @@ def place_of(
 
 
 @gluon.jit
-def is_masked(x, row, BM: gl.constexpr):
+def is_masked(x, row, BM: gl.constexpr, BLOCK_KV: gl.constexpr):
     """Whether some of the BM queries from `row` do not see some of the program's keys, or keys lie past the end."""
     last_key = x.key + BLOCK_KV - 1
     return (last_key >= x.kv_len) | (last_key - row > x.high) | (x.key - row - (BM - 1) < x.low)
 
 
 @gluon.jit
-def hide(p, x, r, row, W: gl.constexpr, layout: gl.constexpr):
+def hide(p, x, kv_full, row, W: gl.constexpr, layout: gl.constexpr):
     """p [64 keys of warpgroup W, 64 queries from `row`] with 0 where the mask hides the key.
 
     To be called under `if is_masked(...)`. The wait has long been over; its loop keeps the branch a branch, which would
     otherwise become selects that every block pays for.
     """
-    mbarrier.wait(r.kv_full, 0)
+    mbarrier.wait(kv_full, 0)
     i = row + gl.arange(0, 64, gl.SliceLayout(0, layout))
     j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     distance = gl.expand_dims(j, 1) - gl.expand_dims(i, 0)
@@ -260,7 +260,7 @@ def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def clear_rows(buffer, first, ROWS: gl.constexpr, D: gl.constexpr):
     """Zero the rows of a [1, ROWS, 1, D] buffer from `first` on; 8 or 16 rows at a time, for want of registers."""
-    STEP: gl.constexpr = 1024 // D
+    STEP: gl.constexpr = 1024 // D if D < 256 else 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile = buffer.reshape([ROWS, D])
     for start in gl.static_range(0, ROWS, STEP):
@@ -342,9 +342,12 @@ def produce(
 
 
 @gluon.jit
-def store_rows(value, buffer, desc, ptr, at, seqlen, heads, dim, D: gl.constexpr, FOREIGN: gl.constexpr):
-    """Write [64, D] of a gradient to a contiguous [.., seqlen, heads, dim], through shared memory.
+def store_rows(
+    value, buffer, desc, ptr, at, seqlen, heads, dim, FIRST: gl.constexpr, D: gl.constexpr, FOREIGN: gl.constexpr
+):
+    """Write [64, D], columns from FIRST on, of a gradient [.., seqlen, heads, dim] that is contiguous.
 
+    It goes through shared memory (`buffer`).
     at = (batch, first token of the sequence, row, length of the sequence, head); rows from the length on are not
     written where something else may lie there (FOREIGN).
     """
@@ -354,11 +357,11 @@ def store_rows(value, buffer, desc, ptr, at, seqlen, heads, dim, D: gl.constexpr
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
         rows = buffer.reshape([64, D]).load(layout)
         i = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        c = gl.arange(0, D, gl.SliceLayout(0, layout))
+        c = FIRST + gl.arange(0, D, gl.SliceLayout(0, layout))
         token = (batch.to(gl.int64) * seqlen + start) * heads + head
         offset = gl.expand_dims(i.to(gl.int64) * heads * dim, 1) + gl.expand_dims(c, 0)
         inside = gl.expand_dims(i < length, 1) & gl.expand_dims(c < dim, 0)
         gl.store(ptr + token * dim + offset, rows, mask=inside)
     else:
         fence_async_shared()
-        async_store(desc, [batch, start + row, head, 0], buffer)
+        async_store(desc, [batch, start + row, head, FIRST], buffer)

@@ -52,7 +52,7 @@ def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr):
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_tiles, delta_tiles, dq_pieces, offsets, lengths,
     batch, seqlen, heads, tiles, dim_v, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_n, dlse_h,
-    BLOCK: tl.constexpr, D: tl.constexpr, WITH_DQ: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WITH_DQ: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dlse and lse in log2 units, padded to whole tiles; dQ's accumulator cleared.
 
@@ -60,16 +60,19 @@ def prepare_kernel(
     """
     sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
     i = first + tl.arange(0, BLOCK)
-    c = tl.arange(0, D)
     there = i < length
     row = (start + i).to(tl.int64)
     b = sequence.to(tl.int64)
-    inside = there[:, None] & (c < dim_v)[None, :]
     h = head.to(tl.int64)
-    o = tl.load(o_ptr + b * o_b + h * o_h + row[:, None] * o_n + c[None, :], mask=inside, other=0.0)
-    do = tl.load(do_ptr + b * do_b + h * do_h + row[:, None] * do_n + c[None, :], mask=inside, other=0.0)
-    product = o.to(tl.float32) * do.to(tl.float32)
-    delta = tl.sum(tl.where(o == 0, 0.0, product), 1)  # [BLOCK]; a row that sees nothing ignores its dO, NaN included
+    delta = tl.zeros([BLOCK], tl.float32)
+    STEP: tl.constexpr = 8192 // BLOCK if V <= 128 else 64  # 128 spills where rows are no multiple of 32 bytes
+    for first_column in tl.static_range(0, V, STEP):
+        c = first_column + tl.arange(0, STEP)
+        inside = there[:, None] & (c < dim_v)[None, :]
+        o = tl.load(o_ptr + b * o_b + h * o_h + row[:, None] * o_n + c[None, :], mask=inside, other=0.0)
+        do = tl.load(do_ptr + b * do_b + h * do_h + row[:, None] * do_n + c[None, :], mask=inside, other=0.0)
+        product = o.to(tl.float32) * do.to(tl.float32)
+        delta += tl.sum(tl.where(o == 0, 0.0, product), 1)  # a row that sees nothing ignores its dO, NaN included
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + b * dlse_b + h * dlse_h + row * dlse_n, mask=there, other=0.0)
     lse_row = (b * heads + head) * seqlen
@@ -79,8 +82,9 @@ def prepare_kernel(
     tl.store(lse_tiles + at, tl.where(seen, lse * LOG2E, float("inf")))
     tl.store(delta_tiles + at, tl.where(seen, delta, 0.0))
     if WITH_DQ:
-        piece = tile.to(tl.int64) * 64 * D + tl.arange(0, BLOCK * D)
-        tl.store(dq_pieces + piece, tl.zeros([BLOCK * D], tl.float32))
+        piece = dq_pieces + tile.to(tl.int64) * 64 * D
+        for column in tl.static_range(0, D, 64):
+            tl.store(piece + BLOCK * column + tl.arange(0, BLOCK * 64), tl.zeros([BLOCK * 64], tl.float32))
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles"])
@@ -90,13 +94,16 @@ def finish_kernel(
     """dQ = scale * accumulator, out of fragment order, in the type and layout [.., seqlen, heads, dim] of q."""
     sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
     if first < length:
-        x = tl.load(dq_pieces + tile.to(tl.int64) * 64 * D + tl.arange(0, BLOCK * D))
-        # (tile, 64 columns), (warp, 8 columns), row, lane, half, pair
-        x = tl.reshape(x, [BLOCK // 64, D // 64, 4, 8, 8, 4, 2, 2])
-        x = tl.permute(x, (0, 2, 6, 4, 1, 3, 5, 7))
-        x = tl.reshape(x, [BLOCK, D])
+        STEP: tl.constexpr = D if D <= 128 else 64
+        pieces = dq_pieces + tile.to(tl.int64) * 64 * D + tl.arange(0, BLOCK // 64)[:, None] * (64 * D)
         i = first + tl.arange(0, BLOCK)
-        c = tl.arange(0, D)
         row = (sequence.to(tl.int64) * seqlen + start + i) * heads + head
-        inside = (i < length)[:, None] & (c < dim)[None, :]
-        tl.store(dq_ptr + row[:, None] * dim + c[None, :], (x * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+        for first_column in tl.static_range(0, D, STEP):
+            x = tl.load(pieces + (64 * first_column + tl.arange(0, 64 * STEP)[None, :]))
+            # (tile, 64 columns), (warp, 8 columns), row, lane, half, pair
+            x = tl.reshape(x, [BLOCK // 64, STEP // 64, 4, 8, 8, 4, 2, 2])
+            x = tl.permute(x, (0, 2, 6, 4, 1, 3, 5, 7))
+            x = tl.reshape(x, [BLOCK, STEP])
+            c = first_column + tl.arange(0, STEP)
+            inside = (i < length)[:, None] & (c < dim)[None, :]
+            tl.store(dq_ptr + row[:, None] * dim + c[None, :], (x * scale).to(dq_ptr.dtype.element_ty), mask=inside)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kilat.backends.gluon._compat import cta_barrier
 from kilat.backends.gluon.backward_parts import (
+    BLOCK_KV,
     NOWHERE,
     add_dq,
     hide,
@@ -111,8 +112,8 @@ def consume_wide(
         s = warpgroup_mma_wait(1, deps=[s_next])
         p, slope = probabilities(s, lse, factor, cap_log2, SOFTCAP)
         if MASKED:  # noqa: SIM102 (a constant, and then a number of the program)
-            if is_masked(x, row, BM):
-                p = hide(p, x, r, row, W, s_layout)
+            if is_masked(x, row, BM, BLOCK_KV):
+                p = hide(p, x, r.kv_full, row, W, s_layout)
         weight = p * slope  # p itself is not needed any more, which saves 32 registers with a softcap
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if W == 0 and not TURNS:  # noqa: SIM102
@@ -152,6 +153,6 @@ def consume_wide(
     at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
     dk = gl.where(is_seen, dk * scale, 0.0)
     dv = gl.where(is_seen, dv, 0.0)
-    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, D, FOREIGN)
-    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, D, FOREIGN)
+    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D, FOREIGN)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
     tma.store_wait(0)

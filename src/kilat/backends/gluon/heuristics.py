@@ -79,6 +79,32 @@ def _three_pay(problem: Problem) -> bool:
     return 192 * (three + 2.3).sum() < 1.25 * 128 * (two + 1.5).sum()
 
 
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernels are compiled: boxes of a row of q and k, and of v and dout; tiles."""
+
+    d: tuple[int, int]
+    v: tuple[int, int]
+    block_q: int
+    block_kv: int
+    dq_block_kv: int  # of the kernel that makes dQ alone
+
+    @property
+    def broad(self) -> bool:
+        """Whether `backward_broad` does it."""
+        return self.block_kv == 64
+
+
+def backward_config(problem: Problem) -> BackwardConfig:
+    """Up to 128, v is padded to the width of q or the other way round; above, both to multiples of 64."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest <= 128:
+        width = 64 if widest <= 64 else 128
+        return BackwardConfig((width, 0), (width, 0), 8192 // width, 128, 8192 // width)
+    d, v = (boxes(-(-dim // 64) * 64) for dim in (problem.head_dim, problem.head_dim_v))
+    return BackwardConfig(d, v, 64, 64, 64 if sum(d) + sum(v) <= 320 else 32)
+
+
 def heads_together(problem: Problem) -> int:
     """Query heads worked on at a time where tiles are equally long, so that their keys and values fit the L2 cache.
 
