@@ -89,7 +89,7 @@ class Call:
         ordered, order = not z.ragged and z.ordered, np.zeros((1, 1), np.int32)
         if ordered:
             blocks = schedule.key_blocks(Affine(*z.bounds), 64 * z.consumers, z.block_kv, seqlen_q, seqlen_kv)
-            order = schedule.schedule(blocks, z.heads, batch, z.ctas)
+            order = schedule.schedule(blocks, z.heads, batch, z.together, z.ctas)
         return {
             "q_desc": Desc(self.q, (1, 64, 1, d)), "q2_desc": Desc(self.q, (1, 64, 1, d2)),
             "k_desc": Desc(self.k, (1, z.block_kv, 1, d)), "k2_desc": Desc(self.k, (1, z.block_kv, 1, d2)),
@@ -100,7 +100,8 @@ class Call:
             "used_q": used[0], "used_kv": used[1], "order": Ptr(order.reshape(-1)), "batch": batch, "heads": z.heads[0],
             "group": z.heads[0] // z.heads[1], "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "head_dim_v": z.dims[1],
             "left": z.bounds[0], "right": z.bounds[1], "right_top_left": z.bounds[2], "tiles_per_unit": tiles,
-            "together": min(z.together, units), "n_turns": len(order) - 1 if ordered else -(-tiles * units // z.ctas), "scale_log2": np.float32(scale * LOG2E),
+            "together": min(z.together, units), "n_turns": len(order) - 1 if ordered else -(-tiles * units // z.ctas),
+            "scale_log2": np.float32(scale * LOG2E),
             "slope_log2": np.float32(slope * LOG2E), "CONSUMERS": z.consumers, "STAGES": 2, "D2": d2, "V2": v2,
             "RAGGED": z.ragged, "USED": 0 if z.ragged else (z.lengths_q is not None) + 2 * (z.lengths_kv is not None),
             "BOUNDS": kind, "ORDERED": ordered, "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),

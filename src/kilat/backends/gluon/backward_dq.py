@@ -32,6 +32,7 @@ from kilat.backends.gluon.backward_parts import (
     span,
     store_rows,
 )
+from kilat.backends.gluon.tiles import unit_and_slot
 
 BLOCK_Q = gl.constexpr(128)
 STAGES = gl.constexpr(3)
@@ -114,19 +115,23 @@ class Ring:
 @gluon.jit
 def queries_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_q,
-    left, right, right_top_left, blocks, tiles, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
+    left, right, right_top_left, blocks, together, tiles,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Where the program with this id works: queries first, then heads, then sequences; the last queries first."""
-    pid = gl.program_id(0)
-    block = blocks - 1 - pid % blocks
-    head = (pid // blocks) % num_heads_q
+    """Where the program with this id works: the last queries first, which see most keys; see `unit_and_slot`."""
+    units = num_heads_q
+    if offsets_q is None:
+        units = num_heads_q * batch
+    unit, slot = unit_and_slot(gl.program_id(0), units, blocks, together)
+    block = blocks - 1 - slot
+    sequence = unit // num_heads_q
+    head = unit - sequence * num_heads_q
     if offsets_q is not None:
         sequence = sequence_of(offsets_q, block, batch, BLOCK_Q)
         block -= gl.load(offsets_q + sequence) // BLOCK_Q + sequence
         tile = (gl.load(offsets_q + sequence) // BM + sequence) * (BM // 64) + head * tiles
         in_batch = sequence * 0
     else:
-        sequence = pid // blocks // num_heads_q
         tile = (sequence * num_heads_q + head) * tiles
         in_batch = sequence
     q_start, q_len = span(offsets_q, lengths_q, sequence, seqlen_q)
@@ -255,14 +260,14 @@ def consume_keys(
     tma.store_wait(0)
 
 
-LENGTHS = "batch seqlen_q seqlen_kv num_heads_q left right right_top_left blocks tiles".split()  # noqa: SIM905
+LENGTHS = "batch seqlen_q seqlen_kv num_heads_q left right right_top_left blocks together tiles".split()  # noqa: SIM905
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def backward_dq_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, dq_desc, dq2_desc,
     dq_ptr, lse_tiles, delta_tiles, offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv,
-    num_heads_q, left, right, right_top_left, blocks, tiles, dim, scale, factor, cap_log2,
+    num_heads_q, left, right, right_top_left, blocks, together, tiles, dim, scale, factor, cap_log2,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, V: gl.constexpr, V2: gl.constexpr,
     GROUP: gl.constexpr, SOFTCAP: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
@@ -270,7 +275,7 @@ def backward_dq_kernel(
     dtype: gl.constexpr = q_desc.dtype
     x = queries_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_q,
-        left, right, right_top_left, blocks, tiles, BM, BN, GROUP,
+        left, right, right_top_left, blocks, together, tiles, BM, BN, GROUP,
     )  # fmt: skip
     q = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], q_desc.layout)
     do = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, V], do_desc.layout)

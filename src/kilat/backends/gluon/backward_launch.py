@@ -15,7 +15,7 @@ from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
-from kilat.backends.gluon.heuristics import BackwardConfig, backward_config
+from kilat.backends.gluon.heuristics import BackwardConfig, backward_config, heads_at_a_time
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -90,6 +90,7 @@ def _make_plan(p: Problem) -> Plan:
         constants = (block_q, width, buffers, p.group, foreign, bool(cap), turns, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
+    together = [heads_at_a_time(p, heads, n) for heads, n in ((p.num_heads_kv, tiles_kv), (p.num_heads_q, blocks))]
     return Plan(
         config=config,
         width=width,
@@ -101,10 +102,10 @@ def _make_plan(p: Problem) -> Plan:
         ragged=ragged,
         sums_dq=sums_dq,
         foreign=foreign,
-        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, tiles, p.head_dim, p.head_dim_v, *factors),
+        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, together[0], tiles, p.head_dim, p.head_dim_v, *factors),
         constants=constants,
         dq_programs=blocks * p.num_heads_q * sequences,
-        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, tiles, p.head_dim, *factors),
+        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, together[1], tiles, p.head_dim, *factors),
         dq_constants=(block_q, dq_block_kv, *config.d, *config.v, p.group, bool(cap), foreign),
     )
 
@@ -210,7 +211,10 @@ def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) 
         p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
         *_strides(tensors[OUT], plan.ragged), *_strides(tensors[DO], plan.ragged), *of_dlse,
     )  # fmt: skip
-    grid, constants = plan.all_tiles // (plan.block_q // 64), (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq)
+    grid, constants = (
+        plan.all_tiles // (plan.block_q // 64),
+        (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq),
+    )
     return Step(prepare_kernel, grid, arguments, constants, tensors=tensors)
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
+from kilat.backends.gluon.tiles import unit_and_slot
 
 BLOCK_KV = gl.constexpr(128)  # below head_dim 129
 FAR = gl.constexpr(2**30)  # as in kilat.masks.core
@@ -160,19 +161,22 @@ def band(q_len, kv_len, left, right, right_top_left):
 @gluon.jit
 def place_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, tiles, BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr,
+    left, right, right_top_left, tiles_kv, together, tiles,
+    BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Where the program with this id works: keys first, then heads, then sequences."""
-    pid = gl.program_id(0)
-    tile_kv = pid % tiles_kv
-    head_kv = (pid // tiles_kv) % num_heads_kv
+    """Where the program with this id works: the first keys first, which most queries see; see `unit_and_slot`."""
+    units = num_heads_kv
+    if offsets_kv is None:
+        units = num_heads_kv * batch
+    unit, tile_kv = unit_and_slot(gl.program_id(0), units, tiles_kv, together)
+    sequence = unit // num_heads_kv
+    head_kv = unit - sequence * num_heads_kv
     if offsets_kv is not None:
         sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
         tile_kv -= gl.load(offsets_kv + sequence) // BLOCK_KV + sequence
         tile = (gl.load(offsets_q + sequence) // BM + sequence) * (BM // 64)
         in_batch = sequence * 0
     else:
-        sequence = pid // tiles_kv // num_heads_kv
         tile = sequence * num_heads_kv * GROUP * tiles
         in_batch = sequence
     q_start, q_len = span(offsets_q, lengths_q, sequence, seqlen_q)

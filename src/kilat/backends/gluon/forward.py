@@ -113,7 +113,7 @@ def consumer(
     done = 0
     tiles = 0
     turns = 0  # taken so far
-    place, b, h, h_kv = nth_tile(0, s, ORDERED, RAGGED, BOUNDS & 6)
+    place, b, h, _ = nth_tile(0, s, ORDERED, RAGGED, BOUNDS & 6)
     for turn in range(n_turns):
         following = nth_tile(turn + 1, s, ORDERED, RAGGED, BOUNDS & 6)
         if place >= 0:
@@ -209,7 +209,7 @@ def consumer(
                 if STAGING == 2:
                     tma.store_wait(0)
                     mbarrier.arrive(m.q_free.index(at), count=1)
-        place, b, h, h_kv = following
+        place, b, h, _ = following
     if STAGING:
         tma.store_wait(0)
 
@@ -289,11 +289,13 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
-                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
+                TURNS,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
-                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
+                TURNS,
             )),
             (producer, (
                 m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,
@@ -304,15 +306,18 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
-                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
+                TURNS,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
-                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
+                TURNS,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 2,
-                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING, TURNS,
+                CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
+                TURNS,
             )),
             (producer, (
                 m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,

@@ -103,7 +103,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     order, turns, ordered = None, -(-tiles * units // grid), not ragged and tiles * units <= MAX_ORDERED
     if ordered:
         blocks = schedule.key_blocks(bounds, block_q, config.block_kv, p.seqlen_q, p.seqlen_kv)
-        table = schedule.schedule(blocks, (p.num_heads_q, p.num_heads_kv), p.batch, grid)
+        table = schedule.schedule(blocks, (p.num_heads_q, p.num_heads_kv), p.batch, together, grid)
         order, turns = torch.from_numpy(table).to(q.device), len(table) - 1
     numbers = (
         p.batch, p.num_heads_q, p.group, p.seqlen_q, p.seqlen_kv, p.head_dim_v, bounds.left, bounds.right,

@@ -15,6 +15,7 @@ MAX_DIM = 256
 MAX_SHARED = 232_448 - 2_048  # bytes of shared memory that a CTA may have, less what the compiler needs for itself
 L2_BUDGET = 24 << 20  # bytes of keys and values that all CTAs together work on
 STAGES = 2
+PROCESSORS = 132  # of an H100 or H200
 
 _BOXES = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 """Head dimensions that kernels work in, as widths of the one or two boxes that a row is loaded in."""
@@ -67,10 +68,10 @@ def forward_config(problem: Problem) -> ForwardConfig:
 
 
 def _three_pay(problem: Problem) -> bool:
-    """Whether three consumers are faster than two at 64: a block is 1.25 times as fast for each row, but more is wasted.
+    """Whether three consumers are faster than two at 64: rows are done 1.25 times as fast, but more of them is wasted.
 
-    A tile of 192 queries costs 2.3 blocks beside its own, one of 128 costs 1.5; ends of sequences and the edge of a mask
-    are rounded up to whole tiles and blocks. Causal at 512: 270 TFLOP/s with two, 195 with three; at 16k 448 and 537.
+    A tile of 192 queries costs 2.3 blocks beside its own, one of 128 costs 1.5; ends of sequences and the edge of a
+    mask are rounded up to whole tiles and blocks. Causal at 512: 270 TFLOP/s with two, 195 with three; at 16k 448, 537.
     """
     bounds = affine(problem.mask)
     if problem.layout == "ragged" or bounds is None:
@@ -114,6 +115,20 @@ def heads_together(problem: Problem) -> int:
     row = 2 * (problem.head_dim + problem.head_dim_v)
     fit = max(1, L2_BUDGET // max(problem.seqlen_kv * row, 1))
     return fit * problem.group
+
+
+def heads_at_a_time(problem: Problem, heads: int, tiles: int) -> int:
+    """Heads (of all sequences) whose tiles a backward kernel takes by turns, the longest first.
+
+    Where tiles are equally long, or the lengths are not known here: one after another. Else as many as fill the GPU, or
+    the last head would begin with its longest tiles when the others are done: 5 to 7 % at 512 to 8k, head_dim 128, and
+    12 % with groups of heads, whose tiles are longer; for these twice as many.
+    """
+    bounds = affine(problem.mask)
+    if problem.layout == "ragged" or bounds is None or bounds.kind not in ((False, True, False), (False, False, True)):
+        return 1
+    wanted = -(-PROCESSORS * (2 if heads < problem.num_heads_q else 1) // max(tiles, 1))
+    return max(1, min(wanted, heads * problem.batch))
 
 
 def grid(problem: Problem, processors: int, tiles: int, *, unequal: bool) -> int:

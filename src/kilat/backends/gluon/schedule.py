@@ -1,9 +1,9 @@
 """Which CTA works on which tiles of a dense problem: list scheduling on the host, once a Problem.
 
-Tiles are dealt in an order to the CTA that is free first: a few heads at a time, so that their keys and values are read
-from memory once, each with its longest tiles first; at the end more heads at a time, so that the last tiles are short.
-An order that a CTA can compute cannot do both: a few heads at a time did not even out over the CTAs (20 to 36 % at 16k),
-and all heads at a time read the keys again for every row of tiles (446 against 552 TFLOP/s at head_dim 128, 2k, causal).
+Tiles are dealt in an order to the CTA that is free first: a few heads at a time, so that their keys and values are
+read from memory once, the longest tiles first; at the end more heads at a time, so that the last tiles are short. An
+order that a CTA can compute cannot do both: a few heads at a time did not even out over the CTAs (20 to 36 % at 16k),
+and all heads at a time read the keys again for every row of tiles (head_dim 128, 2k, causal: 446 TFLOP/s, now 590).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def in_order(costs: NDArray[np.float64], units: int, together: int, at_the_end: 
     ends = [*range(together, units - at_the_end + 1, together), units]
     parts = [np.arange(a, b) for a, b in zip([0, *ends], ends, strict=False)]
     import os
+
     if os.environ.get("ORDER") == "head":
         out = []
         for part in parts[:-1]:
@@ -62,7 +63,10 @@ def in_order(costs: NDArray[np.float64], units: int, together: int, at_the_end: 
         seq = [out[0][0]]
         for i in range(len(out) - 1):
             m = np.concatenate([out[i][1], out[i + 1][0]])
-            idx = np.argsort(np.concatenate([np.linspace(0, 1, len(out[i][1])), np.linspace(0, 1, len(out[i + 1][0]))]), kind="stable")
+            idx = np.argsort(
+                np.concatenate([np.linspace(0, 1, len(out[i][1])), np.linspace(0, 1, len(out[i + 1][0]))]),
+                kind="stable",
+            )
             seq.append(m[idx])
         seq.append(out[-1][1])
         return np.concatenate(seq)
@@ -80,18 +84,20 @@ def deal(costs: list[float], ctas: int) -> tuple[list[list[int]], float]:
     return dealt, max(free)[0] * ctas / sum(costs)
 
 
-def schedule(blocks: NDArray[np.int64], heads: tuple[int, int], batch: int, ctas: int) -> NDArray[np.int32]:
+def schedule(blocks: NDArray[np.int64], heads: tuple[int, int], batch: int, fit: int, ctas: int) -> NDArray[np.int32]:
     """(slot, sequence, head, key/value head) of each CTA's tile in its turn: [turns + 1, ctas, 4]; slot -1: none left.
 
-    blocks [slots] are the blocks of keys of a head's tiles; heads are (query, key/value) heads.
+    blocks [slots] are the blocks of keys of a head's tiles; heads are (query, key/value) heads; keys and values of
+    `fit` query heads stay in the L2 cache. More than that at the end, to even out, cost a fifth of the speed.
     """
-    units, group, costs = heads[0] * batch, heads[0] // heads[1], blocks + OF_A_TILE
-    together = at_the_end = min(-(-ctas * int(__import__('os').environ.get('M', '2')) // (2 * len(blocks) * group)) * group, units)
+    units, group = heads[0] * batch, heads[0] // heads[1]
+    costs = blocks.astype(np.float64) + OF_A_TILE
     if (blocks == blocks[0]).all():
-        tiles = in_order(costs, units, together, together)
+        tiles = np.stack([np.tile(np.arange(len(blocks)), units), np.repeat(np.arange(units), len(blocks))], -1)
         return _table(tiles, [list(range(cta, len(tiles), ctas)) for cta in range(ctas)], heads)
+    together = at_the_end = min(-(-ctas // (len(blocks) * group)) * group, units)
     found: list[tuple[float, NDArray[np.int64], list[list[int]]]] = []
-    while not found or (found[-1][0] > EVEN and at_the_end < units):
+    while not found or (found[-1][0] > EVEN and at_the_end * 2 <= min(fit, units)):
         at_the_end = min(at_the_end * 2, units)
         tiles = in_order(costs, units, together, at_the_end)
         dealt, uneven = deal(costs[tiles[:, 0]].tolist(), ctas)

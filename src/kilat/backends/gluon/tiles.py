@@ -75,19 +75,16 @@ def clamp(x, low, high):
 
 
 @gluon.jit
-def unit_and_slot(tile, units, s, LONGEST_FIRST: gl.constexpr):
-    """(unit, slot) of a tile: a unit is a head of a sequence (ragged: a head), a slot its block of queries.
+def unit_and_slot(tile, units, tiles, together):
+    """(unit, slot) of a tile: a unit is a head of a sequence (ragged: a head), a slot one of its `tiles` blocks.
 
-    Units go through the machine `s.together` at a time, so that their keys and values stay in the L2 cache.
+    Units go through the machine `together` at a time, so that what their tiles share stays in the L2 cache.
     """
-    section = tile // (s.together * s.tiles)
-    rest = tile - section * (s.together * s.tiles)
-    width = gl.maximum(gl.minimum(s.together, units - section * s.together), 1)  # past the last tile it would be 0
+    section = tile // (together * tiles)
+    rest = tile - section * (together * tiles)
+    width = gl.maximum(gl.minimum(together, units - section * together), 1)  # past the last tile it would be 0
     slot = rest // width
-    unit = section * s.together + rest - slot * width
-    if LONGEST_FIRST:
-        slot = s.tiles - 1 - slot
-    return unit, slot
+    return section * together + rest - slot * width, slot
 
 
 @gluon.jit
@@ -107,7 +104,9 @@ def nth_tile(turn, s, ORDERED: gl.constexpr, RAGGED: gl.constexpr, LONGEST_FIRST
         units = s.heads
         if not RAGGED:
             units = s.heads * s.batch
-        unit, slot = unit_and_slot(tile, units, s, LONGEST_FIRST)
+        unit, slot = unit_and_slot(tile, units, s.tiles, s.together)
+        if LONGEST_FIRST:
+            slot = s.tiles - 1 - slot
         if tile >= units * s.tiles:
             slot = -1
         b = unit // s.heads
