@@ -67,14 +67,16 @@ def load(x, x2, full, desc, desc2, b, h, row, at, D2: gl.constexpr):
 
 @gluon.jit
 def clear_rows(x, first, ROWS: gl.constexpr, D: gl.constexpr):
-    """Zero the rows of a [1, ROWS, 1, D] buffer from `first` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    """Zero the rows of a [1, ROWS, 1, D] buffer from `first` on; a warp does 8 rows of 64 columns at a time."""
+    WIDE: gl.constexpr = 64 if D > 64 else D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0])
     tile = x.reshape([ROWS, D])
     for r in gl.static_range(0, ROWS, 8):
         if r + 8 > first:
-            part = tile.slice(r, 8, dim=0)
             row = r + gl.arange(0, 8, gl.SliceLayout(1, layout))
-            part.store(gl.where(gl.expand_dims(row, 1) < first, part.load(layout), 0.0).to(x.dtype))
+            for c in gl.static_range(0, D, WIDE):  # more at once would spill the producer's few registers
+                part = tile.slice(r, 8, dim=0).slice(c, WIDE, dim=1)
+                part.store(gl.where(gl.expand_dims(row, 1) < first, part.load(layout), 0.0).to(x.dtype))
 
 
 @gluon.jit
@@ -168,12 +170,16 @@ def softmax(x, m, m_new, l, scale_log2):
 
 @gluon.jit
 def store_rows(ptr, x, row, rows, stride, dim):
-    """Write x [64, D] to rows of `stride` elements at ptr: rows below `rows`, columns below `dim`."""
+    """Write x [64, D] to rows of `stride` elements at ptr: rows below `rows`, columns below `dim`.
+
+    The tile's first query belongs into `row`, not into ptr: else the offsets are the same for all tiles, and ptxas keeps
+    (and spills) them instead of working them out.
+    """
     layout: gl.constexpr = x.type.layout
     col = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     row = gl.convert_layout(row, gl.SliceLayout(1, layout))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(col < dim, 0)
-    at = gl.expand_dims(row * stride, 1) + gl.expand_dims(col, 0)
+    at = gl.expand_dims(row.to(gl.int64) * stride, 1) + gl.expand_dims(col, 0)
     gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -247,7 +253,7 @@ def write_tile(
         lse_at = (b * s.heads + h).to(gl.int64) * s.seqlen_q + token
     gl.store(lse_ptr + lse_at + row, lse, mask=i0 + row < q_rows)
     stride = s.heads * head_dim_v
-    out = out_ptr + ((b.to(gl.int64) * s.seqlen_q + token) * stride + h * head_dim_v)
+    out = out_ptr + ((b.to(gl.int64) * s.seqlen_q + row_q) * stride + h * head_dim_v)
     left = q_rows - i0
     if V2:
         if RAGGED or USED & 1:
@@ -257,13 +263,13 @@ def write_tile(
         if STAGING == 1:
             tma.store_wait(0)
             cta_barrier()  # the output of the tile before has left the buffer
-        out += W * 64 * stride
+        out += (i0 + W * 64).to(gl.int64) * stride
         token += W * 64
         left -= W * 64
         store_box(m.o.index(W), o_desc, o, out, b, token, h, left, stride, head_dim_v, 0, RAGGED)
         if V2:
             store_box(m.o2.index(W), o2_desc, o2, out, b, token, h, left, stride, head_dim_v, V, RAGGED)
     else:
-        store_rows(out, o, row, left, stride, head_dim_v)
+        store_rows(out, o, i0 + row, q_rows, stride, head_dim_v)
         if V2:
-            store_rows(out + V, o2, row, left, stride, head_dim_v - V)
+            store_rows(out + V, o2, i0 + row, q_rows, stride, head_dim_v - V)
