@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from kilat.backends.gluon import tuning
 from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
@@ -87,7 +88,7 @@ def _make_plan(p: Problem) -> Plan:
     foreign = ragged or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
     masked = p.mask is not None or foreign or p.seqlen_kv % BLOCK_KV > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
-    turns = width == 128
+    turns = tuning.backward_config(p).turns
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     return Plan(

@@ -12,7 +12,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kilat.backends.gluon import heuristics
+from kilat.backends.gluon import heuristics, tuning
 from kilat.backends.gluon.forward import forward_kernel
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -153,7 +153,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     out_dtype = getattr(torch, p.out_dtype)
     if copies or any(x.data_ptr() & 15 for x in (o.q, o.k, o.v)):
         return Plan(None, (), 0, (), (), out_shape, lse_shape, out_dtype, copies)
-    config, bounds = heuristics.forward_config(p), affine(p.mask)
+    config, order, bounds = tuning.forward_config(p), tuning.schedule(p), affine(p.mask)
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
     block_q = 64 * config.consumers
@@ -163,8 +163,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     # With a softcap the kernel scales tanh(slope s) by the cap; a scale of 0 must leave the -inf of hidden keys alone.
     scale_log2, slope_log2 = (cap or p.scale or TINY_SCALE) * LOG2E, 2.0 * p.scale / cap * LOG2E if cap else 0.0
     kind = sum(bit << i for i, bit in enumerate(bounds.kind))
-    unequal = bool(kind & 6) and not kind & 1  # causal: tiles see more or fewer keys
-    together = units if unequal else min(heuristics.heads_together(p), units)
+    together = tuning.heads_together(p, order, units)
     numbers = (
         p.batch, p.num_heads_q, p.group, p.seqlen_q, p.seqlen_kv, p.head_dim_v, bounds.left, bounds.right,
         bounds.right_top_left, tiles, together, tiles * units, scale_log2, slope_log2,
@@ -181,7 +180,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
         _descriptor(o.v, config.block_kv, config.v[0]), _descriptor(o.v, config.block_kv, config.v[1]),
         _descriptor(out, 64, config.v[0]) if staged else None, _descriptor(out, 64, config.v[1]) if staged else None,
     )  # fmt: skip
-    grid = heuristics.grid(p, _processors(q.get_device()), tiles * units, unequal=unequal)
+    grid = min(_processors(q.get_device()), tiles * units) if order.persistent else tiles * units
     kernel = _compile(boxes, numbers, constants, o, (out, torch.empty(lse_shape, device=q.device)), config)
     return Plan(kernel, tuple(map(_box, boxes)), grid, numbers, constants, out_shape, lse_shape, out_dtype, copies)
 
