@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from kilat.bench import gpu_groups, gpu_timing
+from kilat.bench.cells import square
+from kilat.bench.run import Row
+from kilat.bench.timing import Timing
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -22,6 +27,7 @@ import gpu_cases  # noqa: E402
 import gpu_pool  # noqa: E402
 import gpu_random  # noqa: E402
 import gpu_sanitize  # noqa: E402
+import gpu_table  # noqa: E402
 
 
 def work(item: Any) -> list[dict[str, Any]]:
@@ -234,3 +240,35 @@ def test_kernels_that_are_sanitized_exist() -> None:
     for subject in gpu_sanitize.SUBJECTS.values():
         folder = SCRIPTS.parent / "src" / "kilat" / "backends" / subject.backend
         assert any(f"\ndef {subject.kernel}(" in path.read_text() for path in folder.glob("*.py")), subject
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+def test_tables_of_a_gpu_suite() -> None:
+    """Groups with all that was measured, and a grid of lengths; columns of which nothing was measured stay away."""
+    rows: list[Row] = []
+    for length in (512, 1 << 20):
+        row = Row(square("backward", 1, 2, length, 64, "bfloat16", True), limit=1e12)
+        row.timings = {
+            name: Timing(s, s, 1) for name, s in (("kilat", 2.0), ("kilat-deterministic", 3.0), ("fa4", 4.0))
+        }
+        rows.append(row)
+    rows[0].timings["kilat"] = Timing(rows[0].cell.flops / 5e12, 1.0, 1)
+
+    def document() -> dict[str, Any]:
+        listed = [row.to_json() | {"sustained": {}, "backend": "gluon"} for row in rows]
+        return {"rows": listed, "groups": gpu_groups.summaries(rows)}
+
+    text = gpu_table.groups(document(), detailed=False)
+    assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["backward all", "backward bfloat16"]
+    header = text.splitlines()[0]
+    assert "deterministic / default" in header
+    assert "sustained" not in header
+    assert "host" not in header
+    grid = gpu_table.grid(document()).splitlines()
+    assert grid[0] == "| TFLOP/s (best peer / kilat) | 512 | 1M |"
+    assert grid[2].startswith("| backward bfloat16 causal D=64 | 5 (")
+    assert grid[2].endswith("(2.00) |")
+    rows[0].sustained = {n: gpu_timing.Sustained(s, 1, None, None) for n, s in (("kilat", 2.0), ("fa4", 3.0))}
+    rows[0].host_seconds, rows[0].extra_bytes = {"kilat": 12e-6}, {"kilat": 1 << 20}
+    text = gpu_table.groups(document(), detailed=True)
+    assert "| 12, at most 12 | 1.50 |" in text
