@@ -15,13 +15,14 @@ find_sources()
 def attempt(case: Any, backends: Sequence[str]) -> list[Row]:
     """A row a backend: verdict ("pass", "refused", "failed"), reason, and error over budget by output.
 
-    Outputs are out, lse and, but for caches, all gradients; the oracle runs on the CPU, once for all backends.
+    Outputs are out, lse and, but for caches, all gradients; the oracle runs on the CPU, once for all backends. Where
+    there is no GPU tensors stay on the CPU: the `cpu` backend stands in to try a script out.
     """
     from gpu_calls import on_gpu, reasons
     from helpers import build, expectation
 
     call = build(case)
-    moved, rows = on_gpu(call), []
+    moved, rows = on_gpu(call, device()), []
     expected = None
     for backend in backends:
         row: Row = {"case": case.name, "backend": backend, "dtype": case.dtype, "verdict": "pass", "reason": ""}
@@ -43,16 +44,20 @@ def attempt(case: Any, backends: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _results(call: Any, backend: str, cached: bool) -> dict[str, Any]:
-    """What a backend gives, by name, on the CPU."""
+def device() -> str:
+    """Where calls are made."""
     import torch
 
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _results(call: Any, backend: str, cached: bool) -> dict[str, Any]:
+    """What a backend gives, by name, on the CPU, which waits for it."""
     if cached:
         out, lse = call.run(backend)
         grads: dict[str, Any] = {}
     else:
         out, lse, grads = call.gradients(backend)
-    torch.cuda.synchronize()
     return {name: x.detach().cpu() for name, x in ({"out": out, "lse": lse} | grads).items()}
 
 

@@ -77,20 +77,19 @@ SUBJECTS = {
 
 def run_one(name: str) -> None:
     """Make a subject's call; raises if the result is not within its budget."""
-    import torch
     from cases import Case
+    from gpu_attempt import device
     from gpu_calls import on_gpu
     from helpers import build, expectation
 
     subject = SUBJECTS[name]
     call = build(Case(name, **subject.case))
-    moved = on_gpu(call)
+    moved = on_gpu(call, device())
     if subject.forward:
         out, lse = moved.run(subject.backend)
         grads: dict[str, Any] = {}
     else:
         out, lse, grads = moved.gradients(subject.backend, **subject.more)
-    torch.cuda.synchronize()
     found = {key: x.cpu() for key, x in ({"out": out, "lse": lse} | grads).items()}
     print("checked", expectation(call, backward=not subject.forward).check(found))
 

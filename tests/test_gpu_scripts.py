@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kilat.bench import gpu_groups, gpu_timing
 from kilat.bench.cells import square
@@ -22,7 +21,6 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import gpu_attempt  # noqa: E402
-import gpu_calls  # noqa: E402
 import gpu_cases  # noqa: E402
 import gpu_pool  # noqa: E402
 import gpu_random  # noqa: E402
@@ -71,9 +69,8 @@ def test_nothing_is_waited_for_after_the_deadline() -> None:
 # ---- cases and random Problems ---------------------------------------------------------------------------------------
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors stay where they are, and there is nothing to wait for."""
-    monkeypatch.setattr(gpu_calls, "moved", lambda x, device="cuda": x)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    """Tensors stay on the CPU, whatever this machine has."""
+    monkeypatch.setattr(gpu_attempt, "device", lambda: "cpu")
 
 
 def in_this_process(groups: Any, work: Any, processes: int, deadline: float) -> Any:
