@@ -74,17 +74,21 @@ def forward_config(problem: Problem) -> heuristics.ForwardConfig:
     return found if forward_is_legal(problem, found) else built_in
 
 
+def shared_bytes(config: heuristics.ForwardConfig) -> int:
+    """Shared memory of the forward's tiles; barriers and what the compiler needs come on top."""
+    dim, dim_v, rows = sum(config.d), sum(config.v), 64 * config.consumers
+    numbers = rows * dim + heuristics.STAGES * config.block_kv * (dim + dim_v)
+    return 2 * (numbers + (rows * dim_v if config.staging == 1 else 0))
+
+
 def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool:
     """Whether registers and shared memory suffice, and the output can leave that way."""
-    dim, dim_v = sum(config.d), sum(config.v)
-    rows = 64 * config.consumers
-    shared = 2 * (rows * dim + heuristics.STAGES * config.block_kv * (dim + dim_v))
-    shared += 2 * rows * dim_v if config.staging == 1 else 0
-    accumulators = dim_v // 2 + 3 * config.block_kv // 4
+    accumulators = sum(config.v) // 2 + 3 * config.block_kv // 4
     boxable = problem.out_dtype == problem.dtype and problem.head_dim_v % 8 == 0
     through_q = config.d[0] == config.v[0] and not config.v[1]
     leaves = config.staging == 0 or (boxable and (config.staging == 1 or through_q))
-    return leaves and shared <= heuristics.MAX_SHARED and accumulators + SPARE_REGISTERS <= config.registers[0]
+    fits = shared_bytes(config) <= heuristics.MAX_SHARED
+    return leaves and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
 
 
 def is_unequal(problem: Problem) -> bool:
