@@ -237,6 +237,7 @@ def test_a_family_gets_one_configuration_unless_more_is_worth_it() -> None:
 
 def test_the_built_in_configuration_stays_unless_another_is_clearly_faster() -> None:
     assert chosen(measured(512, 1.0, 0.995)) == [0]
+    assert chosen(measured(512, 1.0, 0.985)) == [1]
     assert chosen(measured(512, 1.0, 0.97)) == [1]
     assert chosen(measured(512, None, 0.97, 0.98)) == [1]
     assert chosen(measured(512, None, None)) == []

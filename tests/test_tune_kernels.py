@@ -68,6 +68,8 @@ def test_what_does_not_fit_is_no_candidate() -> None:
     forward = tuning.TUNABLES[0].candidates(problem, operands)
     assert all(values["consumers"] == 2 and values["block_kv"] == 64 for values in forward)
     assert {values["staging"] for values in forward} == {0, 2}
+    problem, operands = problem_of(head_dim=96)  # 64 + 32 columns: the second box of O has no room in that of Q
+    assert {values["staging"] for values in tuning.TUNABLES[0].candidates(problem, operands)} == {0, 1}
     problem, operands = problem_of(head_dim=64, head_dim_v=64)
     wide = [values for values in tuning.TUNABLES[0].candidates(problem, operands) if values["consumers"] == 3]
     assert {values["block_kv"] for values in wide} == {64, 128}
