@@ -256,6 +256,8 @@ def _dies(task: object) -> str:
 
 def test_a_process_that_dies_while_it_compiles_costs_time_only() -> None:
     cell = square("forward", 1, 2, 9, 8, "float32", True)
-    (reason,) = gpu_warm.warm([(cell, "kilat", "cpu")] * 2, 1, _dies, seconds=5.0)
+    (reason,) = gpu_warm.aside([(cell, "kilat", "cpu")] * 2, _dies, 1, seconds=5.0)
     assert reason == "2 of 2 were not done after 5 s"
-    assert gpu_warm.warm([(cell, "kilat", "cpu")], 1) == []
+    assert gpu_warm.warm([(cell, "kilat", "cpu"), (cell, "nobody", "cpu")], 2) == [
+        f"{cell.name}, nobody: KeyError: 'nobody'"
+    ]

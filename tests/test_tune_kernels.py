@@ -334,6 +334,20 @@ def test_a_deadline_leaves_shapes_out_and_says_so(tmp_path: Path, capsys: pytest
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_a_lost_gpu_does_not_cost_what_was_measured(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
+    left = iter([None] * 15)
+
+    def lost() -> None:
+        if next(left, "over") == "over":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    gpu.synchronize = lost  # type: ignore[method-assign]
+    assert run(*SMALL, "--seqlen", "9", "--seqlen", "33") == 2
+    assert "illegal memory access" in capsys.readouterr().err
+    rows = table.read(lookup.user_folder() / "fake_sm_90.json", "fake", "sm_90").rows
+    assert 0 < len(rows) < 4
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_file_that_is_no_table_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fake_sm_90.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import TimeoutError, get_context
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from kilat.bench.peers import makers
 MOST_SECONDS = 120.0
 """A contender that hangs, and one that takes its process with it, are left to the measurement after so long."""
 
+Work = TypeVar("Work")
 Task = tuple[Cell, str, str]  # cell, contender, kilat's backend
 
 
@@ -46,10 +48,18 @@ def warm_one(task: Task) -> str:
     return ""
 
 
-def warm(
-    some: Sequence[Task], processes: int, work: Callable[[Task], str] = warm_one, seconds: float = MOST_SECONDS
+def warm(some: Sequence[Task], processes: int) -> list[str]:
+    """Do the tasks in processes of their own; what went wrong, each in a sentence."""
+    return aside(some, warm_one, processes)
+
+
+def aside(
+    some: Sequence[Work], work: Callable[[Work], str], processes: int, seconds: float = MOST_SECONDS
 ) -> list[str]:
-    """Do the tasks in processes of their own, for so many seconds at most; what went wrong, each in a sentence."""
+    """Do `work` in processes of their own, for so many seconds at most; what it said, where that is not "".
+
+    A process that hangs or dies costs the time until then, and what nobody has done by then is left.
+    """
     reasons: list[str] = []
     end = time.monotonic() + seconds
     with get_context("spawn").Pool(processes, initializer=_alone) as pool:  # leaving it ends the processes

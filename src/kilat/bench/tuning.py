@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +15,7 @@ from kilat.backends import registry
 from kilat.bench.cells import Cell, Direction
 from kilat.bench.contenders import Contender, make_inputs, mask_of
 from kilat.bench.gpu_timing import Cost, Device, cost_of, take_turns
+from kilat.bench.gpu_warm import aside
 from kilat.bench.verify import Part, expect, verify
 from kilat.problem import Operands, Options, Problem
 from kilat.tune.lookup import forced
@@ -28,6 +27,9 @@ BACKENDS = ("gluon", "triton")
 HIDDEN, TOKENS = 2048, 16384
 NEAR = 1.25
 """Candidates so many times slower than the best in the first look are not timed again."""
+
+COMPILE_SECONDS = 240.0
+"""For all kernels together; those that are not compiled by then are when they are measured."""
 
 Before = dict[str, Values]
 """Values of kernels that were tuned already, by kernel."""
@@ -233,6 +235,5 @@ def compile_one(job: Job) -> str:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> list[str]:
-    """Compile in several processes, none of which is this one; what `compile_one` said of each."""
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_one, jobs))
+    """Compile in several processes, none of which is this one; what went wrong."""
+    return aside(jobs, compile_one, processes, COMPILE_SECONDS)

@@ -245,13 +245,15 @@ def _run(session: Session, architecture: str, folder: Path | None, processes: in
     if processes > 1:
         compile_all(jobs_of(session.backend, session.kernels, session.families), processes)
     before: dict[Family, Before] = {}
-    for tunable in tunables(session.backend):
-        if not session.kernels or tunable.kernel in session.kernels:
-            _tune(session, tunable, before)
-    made = _made(session, architecture)
-    path = _save(made, folder or user_folder()) if made.rows else None
-    if not session.quiet:
-        _report(session, made, path)
+    try:
+        for tunable in tunables(session.backend):
+            if not session.kernels or tunable.kernel in session.kernels:
+                _tune(session, tunable, before)
+    finally:  # a lost device must not cost what was measured before
+        made = _made(session, architecture)
+        path = _save(made, folder or user_folder()) if made.rows else None
+        if not session.quiet:
+            _report(session, made, path)
     rows = [asdict(row) for row in made.rows]
     return {"backend": session.backend, "file": str(path or ""), "left_out": session.left_out, "rows": rows}
 
