@@ -21,7 +21,7 @@ MASKS = ("full", "causal", "window")
 
 
 @dataclass
-class Session:
+class Plan:
     """One run of the command: what to measure, and what came out so far."""
 
     backend: str
@@ -60,28 +60,28 @@ def _families(dims: list[str], dtypes: list[str], masks: list[str], seqlens: lis
     return families([_parse_dims(text) for text in dims], dtypes, masks, seqlens)
 
 
-def _tune(session: Session, tunable: Tunable, before: dict[Family, Before]) -> None:
+def _tune(plan: Plan, tunable: Tunable, before: dict[Family, Before]) -> None:
     """Measure one kernel on every family; what it chooses holds for the kernels after it."""
     from kilat.bench.tuning import Effort, measure, subject
     from kilat.tune.space import choose
 
-    for family in session.families:
+    for family in plan.families:
         name = f"{tunable.kernel}, {family.cell(tunable.direction).name}"
-        if session.late:
-            session.left_out[name] = f"the deadline of {session.deadline:g} s had passed"
+        if plan.late:
+            plan.left_out[name] = f"the deadline of {plan.deadline:g} s had passed"
             continue
-        one = subject(session.backend, tunable, family, before.get(family))
+        one = subject(plan.backend, tunable, family, before.get(family))
         if isinstance(one, str):
-            session.left_out[name] = one
+            plan.left_out[name] = one
             continue
         if len(tunable.candidates(one.problem, one.operands)) < 2:
             continue  # nothing to choose from
-        found = measure(one, session.device, Effort())
-        session.measured.append(found)
+        found = measure(one, plan.device, Effort())
+        plan.measured.append(found)
         rows = choose([found])
         if rows:
             before.setdefault(family, {})[tunable.kernel] = rows[0].config
-        if not session.quiet:
+        if not plan.quiet:
             _show_trials(found)
 
 
@@ -108,14 +108,14 @@ def _show_rows(title: str, rows: list[Row]) -> None:
     show(made)
 
 
-def _made(session: Session, architecture: str) -> Table:
+def _made(plan: Plan, architecture: str) -> Table:
     """The table of this run alone."""
     from kilat.bench.machine import gpu, gpu_versions, provenance
     from kilat.tune.space import choose
     from kilat.tune.table import Table
 
     run: dict[str, Any] = {**provenance(), "versions": gpu_versions(), "device": gpu()}
-    return Table(session.backend, architecture, choose(session.measured), [run])
+    return Table(plan.backend, architecture, choose(plan.measured), [run])
 
 
 def _save(made: Table, folder: Path) -> Path:
@@ -212,18 +212,18 @@ def tune(
         seqlen or [512, 2048, 16384],
     )
     architecture = _architecture()
-    sessions = _sessions(backend or [], kernel or [], chosen, deadline, quiet=as_json)
+    plans = _plans(backend or [], kernel or [], chosen, deadline, quiet=as_json)
     processes = jobs or max(1, (os.cpu_count() or 1) - 2)
-    documents = [_run(session, architecture, folder, processes) for session in sessions]
+    documents = [_run(plan, architecture, folder, processes) for plan in plans]
     if as_json:
         print_json({"tables": documents})
-    if any(session.late and session.left_out for session in sessions):
+    if any(plan.late and plan.left_out for plan in plans):
         raise typer.Exit(1)
 
 
-def _sessions(
+def _plans(
     backends: list[str], kernels: list[str], families: list[Family], deadline: float | None, *, quiet: bool
-) -> list[Session]:
+) -> list[Plan]:
     """One a backend; raises ValueError for a backend or a kernel that there is not."""
     from kilat.bench.gpu_timing import Cuda
     from kilat.bench.tuning import BACKENDS, tunables
@@ -234,35 +234,35 @@ def _sessions(
         if name not in known:
             raise ValueError(f"kernel must be one of {', '.join(known)}; got {name}")
     device = Cuda()
-    return [Session(name, tuple(kernels), families, device, deadline, quiet) for name in backends]
+    return [Plan(name, tuple(kernels), families, device, deadline, quiet) for name in backends]
 
 
-def _run(session: Session, architecture: str, folder: Path | None, processes: int) -> dict[str, Any]:
+def _run(plan: Plan, architecture: str, folder: Path | None, processes: int) -> dict[str, Any]:
     """Compile, measure, write and show the table of one backend."""
     from kilat.bench.tuning import compile_all, jobs_of, tunables
     from kilat.tune.lookup import user_folder
 
     if processes > 1:
-        compile_all(jobs_of(session.backend, session.kernels, session.families), processes)
+        compile_all(jobs_of(plan.backend, plan.kernels, plan.families), processes)
     before: dict[Family, Before] = {}
     try:
-        for tunable in tunables(session.backend):
-            if not session.kernels or tunable.kernel in session.kernels:
-                _tune(session, tunable, before)
+        for tunable in tunables(plan.backend):
+            if not plan.kernels or tunable.kernel in plan.kernels:
+                _tune(plan, tunable, before)
     finally:  # a lost device must not cost what was measured before
-        made = _made(session, architecture)
+        made = _made(plan, architecture)
         path = _save(made, folder or user_folder()) if made.rows else None
-        if not session.quiet:
-            _report(session, made, path)
+        if not plan.quiet:
+            _report(plan, made, path)
     rows = [asdict(row) for row in made.rows]
-    return {"backend": session.backend, "file": str(path or ""), "left_out": session.left_out, "rows": rows}
+    return {"backend": plan.backend, "file": str(path or ""), "left_out": plan.left_out, "rows": rows}
 
 
-def _report(session: Session, made: Table, path: Path | None) -> None:
+def _report(plan: Plan, made: Table, path: Path | None) -> None:
     if path is None:
-        show(f"{session.backend}: nothing was measured, so no table is written")
+        show(f"{plan.backend}: nothing was measured, so no table is written")
     else:
-        _show_rows(f"{session.backend}: the fastest", made.rows)
+        _show_rows(f"{plan.backend}: the fastest", made.rows)
         show(f"written: {path}")
-    for name, reason in session.left_out.items():
+    for name, reason in plan.left_out.items():
         show(f"left out: {name}: {reason}")
