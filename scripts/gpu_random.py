@@ -1,149 +1,160 @@
 """Random Problems on a GPU against the float64 oracle: `python scripts/gpu_random.py --count 10000 --json FILE`.
 
-Sizes, lengths, heads and strides are drawn; what a kernel is compiled for comes from a fixed set, so that thousands of
-Problems need few kernels. Each backend gets every Problem that it accepts; the JSON counts passes, refusals by reason,
-and holds every failure with the case that reproduces it.
+What kernels are compiled for comes from a fixed list of templates, so that thousands of Problems need a few hundred
+kernels: compiling was nearly all of the time when it was drawn freely (2 kernels a Problem). Sizes, lengths, number of
+heads and values are drawn by the Problem's number alone. Each backend gets every Problem that it accepts; the JSON
+counts what ran, passes, refusals by reason, and holds every failure with the case that reproduces it.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
+import itertools
 import json
-import multiprocessing
 import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+import gpu_attempt
+import gpu_pool
 
-STATIC = [
-    {"dtype": dtype, "head_dim": dims[0], "head_dim_v": dims[1], **rest}
-    for dtype, dims in (
-        ("bfloat16", (64, None)),
-        ("float16", (128, None)),
-        ("float32", (17, 33)),
-        ("bfloat16", (96, 40)),
-    )
-    for rest in (
-        {"mask": "none"},
-        {"mask": "causal"},
-        {"mask": "window", "scores": "softcap"},
-        {"mask": "causal", "sink": True},
-        {"mask": "window_first", "scores": "alibi"},
-        {"mask": "everything", "scores": "all", "sink": True},
-        {"mask": "dense", "scores": "bias_heads"},
-        {"mask": "causal_documents", "dropout": "philox"},
-    )
-]
-"""What kernels are compiled for: 32 kinds of Problem."""
+gpu_pool.find_sources()
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"mask": "none"},
+    {"mask": "causal"},
+    {"mask": "window", "scores": "softcap"},
+    {"mask": "causal", "sink": True},
+    {"mask": "window_first", "scores": "alibi"},
+    {"mask": "everything", "scores": "all", "sink": True},
+    {"mask": "dense", "scores": "bias_heads"},
+    {"mask": "causal_documents", "dropout": "philox"},
+)
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16", "head_dim": 64},
+    {"dtype": "float16", "head_dim": 128},
+    {"dtype": "float32", "head_dim": 17, "head_dim_v": 33},
+    {"dtype": "bfloat16", "head_dim": 96, "head_dim_v": 40},
+)
+LAYOUTS = ("dense", "padded", "ragged")
+STRIDES = ("contiguous", "heads_first", "sliced")
+GROUPS = (1, 2, 4)
 
 
-def draw(rng: random.Random, number: int) -> Any:
-    """A random case."""
+def templates() -> list[dict[str, Any]]:
+    """What kernels are compiled for: kinds and shapes with every layout, order in memory and group somewhere."""
+    found: list[dict[str, Any]] = []
+    for number, (shape, kind) in enumerate(itertools.product(SHAPES, KINDS)):
+        for turn in range(2):
+            n = number * 2 + turn + number // len(KINDS)  # each shape begins elsewhere
+            place = {"layout": LAYOUTS[n % 3], "strides": STRIDES[(n // 3) % 3], "group": GROUPS[n // 2 % 3]}
+            found.append({**shape, **kind, **place})
+    return found
+
+
+TEMPLATES = templates()
+
+
+def draw(number: int) -> Any:
+    """The case of a number: the same in every run.
+
+    Lengths that kernels are compiled for, in the strides of a bias, a dense mask or an odd head, are odd and above 1.
+    """
     from cases import Case
 
-    layout, batch = rng.choice(["dense", "padded", "ragged"]), rng.randint(0, 4)
+    rng = random.Random(number)
+    template = dict(TEMPLATES[number % len(TEMPLATES)])
+    group, ragged = template.pop("group"), template["layout"] == "ragged"
+    batch, heads_kv, spare = rng.randint(0, 4), rng.randint(1, 3), rng.randint(0, 3)
     longest = rng.choice([1, 17, 70, 130, 300])
-    lengths_q, lengths_kv = (tuple(rng.choice([0, rng.randint(0, longest)]) for _ in range(batch)) for _ in range(2))
-    spare, heads_kv = rng.randint(0, 3), rng.randint(1, 3)
-    static: dict[str, Any] = rng.choice(STATIC)
+    lengths_q, lengths_kv = ([rng.choice([0, rng.randint(0, longest)]) for _ in range(batch)] for _ in range(2))
+    odd = template["head_dim"] % 16 > 0 or template["mask"] in ("dense", "everything")
+    if odd and batch:  # the longest of all decides the strides
+        for lengths in (lengths_q, lengths_kv):
+            lengths[rng.randrange(batch)] = max(3, max(lengths) | 1)
+    seqlen = [max(lengths, default=0) + spare for lengths in (lengths_q, lengths_kv)]
+    if odd:
+        seqlen = [max(3, n | 1) for n in seqlen]
     return Case(
         f"random-{number}",
-        layout,
-        batch,
-        heads=(heads_kv * rng.randint(1, 4), heads_kv),
-        seqlen=(max(lengths_q, default=0) + spare, max(lengths_kv, default=0) + spare),
-        lengths_q=None if layout == "dense" else lengths_q,
-        lengths_kv=None if layout == "dense" else lengths_kv,
-        tail=spare if layout == "ragged" else 0,
-        strides=rng.choice(["contiguous", "heads_first", "sliced"]),
+        batch=batch,
+        heads=(heads_kv * group, heads_kv),
+        seqlen=(seqlen[0], seqlen[1]),
+        lengths_q=None if template["layout"] == "dense" else tuple(lengths_q),
+        lengths_kv=None if template["layout"] == "dense" else tuple(lengths_kv),
+        tail=spare if ragged else 0,
         logits=rng.choice([1.0, 1.0, 1e-3, 30.0]),
-        **static,
+        **template,
     )
 
 
-def attempt(case: Any, backend: str) -> tuple[str, str]:
-    """("pass" | "refused" | "failed", reason) of one case on one backend."""
-    import torch
-    from gpu_calls import on_gpu, reasons
-    from helpers import build, expectation
-
-    call = build(case)
-    moved = on_gpu(call)
-    if refused := reasons(moved, backend):
-        return "refused", "; ".join(refused)
-    try:
-        out, lse, grads = moved.gradients(backend)
-        torch.cuda.synchronize()
-        expectation(call, backward=True).check({"out": out, "lse": lse} | grads)
-    except AssertionError as error:
-        return "failed", str(error).strip().splitlines()[0]
-    except Exception as error:  # noqa: BLE001 (whatever it is belongs in the report)
-        return "failed", f"{type(error).__name__}: {error}"[:500]
-    return "pass", ""
+def work(item: tuple[int, tuple[str, ...]]) -> list[gpu_pool.Row]:
+    """One Problem on every backend."""
+    number, backends = item
+    return [row | {"number": number} for row in gpu_attempt.attempt(draw(number), backends)]
 
 
-def work(job: tuple[int, int, int, tuple[str, ...], float]) -> list[tuple[int, str, str, str]]:
-    """(number, backend, verdict, reason) of every `step`-th case from `first` on, until the deadline."""
-    import torch
+def groups(count: int, backends: tuple[str, ...]) -> list[list[tuple[int, tuple[str, ...]]]]:
+    """Numbers by template, those first that compile longest."""
+    found = [[(n, backends) for n in range(first, count, len(TEMPLATES))] for first in range(len(TEMPLATES))]
+    return sorted(found, key=lambda group: -_cost(TEMPLATES[group[0][0] % len(TEMPLATES)]) if group else 0)
 
-    first, step, count, backends, deadline = job
-    torch.set_num_threads(1)
-    results: list[tuple[int, str, str, str]] = []
-    for number in range(first, count, step):
-        if time.time() > deadline:
-            break
-        case = draw(random.Random(number), number)
-        for name in backends:
-            verdict, reason = attempt(case, name)
-            results.append((number, name, verdict, reason))
-            if "illegal" in reason or "CUDA error" in reason:  # the process has lost its GPU
-                return results
-    return results
+
+def _cost(template: dict[str, Any]) -> int:
+    return (template.get("scores") == "all") * 4 + template["head_dim"] // 64 + (template["dtype"] == "float32") * 2
+
+
+def report(rows: list[gpu_pool.Row], lost: dict[int, str], options: argparse.Namespace, seconds: float) -> Any:
+    """The document: how many were asked for and ran, and what became of them."""
+    from kilat.bench import machine
+
+    failures = [
+        {"backend": row["backend"], "reason": row["reason"], "case": dataclasses.asdict(draw(row["number"]))}
+        for row in sorted(rows, key=lambda row: row["number"])
+        if row["verdict"] == "failed"
+    ]
+    failures += [
+        {"backend": options.backends, "reason": reason, "case": dataclasses.asdict(draw(number))}
+        for number, reason in sorted(lost.items())
+    ]
+    ran = {row["number"] for row in rows} | set(lost)
+    return machine.provenance() | {
+        "versions": machine.gpu_versions(),
+        "device": machine.gpu(),
+        "seconds": round(seconds, 1),
+        "problems": {"asked": options.count, "ran": len(ran), "templates": len(TEMPLATES)},
+        "backends": gpu_attempt.summary(rows),
+        "failures": failures,
+    }
 
 
 def main() -> int:
-    """Run and report; 1 if a Problem failed."""
+    """Run and report; 1 if a Problem failed or was not reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10000)
-    parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=400.0, help="stop drawing after so long")
+    parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=390.0, help="wait for nothing after so long")
     parser.add_argument("--backends", default="triton,gluon")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    backends, start = tuple(options.backends.split(",")), time.time()
-    jobs = [(n, options.jobs, options.count, backends, start + options.seconds) for n in range(options.jobs)]
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        rows = [row for part in pool.imap_unordered(work, jobs) for row in part]
-    from kilat.bench import machine
-
-    verdicts = {name: collections.Counter(v for _, who, v, _ in rows if who == name) for name in backends}
-    refusals = {
-        name: collections.Counter(r for _, who, v, r in rows if who == name and v == "refused") for name in backends
-    }
-    failures = [
-        {"backend": who, "reason": reason, "case": dataclasses.asdict(draw(random.Random(number), number))}
-        for number, who, verdict, reason in sorted(rows)
-        if verdict == "failed"
-    ]
-    document = machine.provenance() | {
-        "command": f"python scripts/gpu_random.py --count {options.count} --backends {options.backends}",
-        "gpu": machine.gpu(),
-        "seconds": time.time() - start,
-        "verdicts": verdicts,
-        "refusals": refusals,
-        "failures": failures,
-    }
+    begin = time.monotonic()
+    rows: list[gpu_pool.Row] = []
+    lost: dict[int, str] = {}
+    todo = groups(options.count, tuple(options.backends.split(",")))
+    for item, found in gpu_pool.run(todo, work, options.jobs, begin + options.seconds):
+        if isinstance(found, str):
+            lost[item[0]] = found
+        else:
+            rows += found
+    document = report(rows, lost, options, time.monotonic() - begin)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({name: document[name] for name in ("verdicts", "refusals", "seconds")}, indent=1))
-    for failure in failures[:20]:
+    print(json.dumps({name: document[name] for name in ("problems", "backends", "seconds")}, indent=1))
+    for failure in document["failures"][:20]:
         print(failure["backend"], failure["case"]["name"], failure["reason"])
-    return int(bool(failures))
+    return int(bool(document["failures"]) or document["problems"]["ran"] < options.count)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from markdown_table import table
@@ -52,13 +52,74 @@ def _tera(rate: float | None) -> str:
 
 
 def groups(document: Document, detailed: bool) -> str:
-    """Geometric means of best peer / kilat, by direction and dtype, and if `detailed` by shape and mask too."""
-    rows = [
-        [g["name"], _ratio(g["ratio"]), _ratio(g["smallest"]), f"{g['measured']} of {g['cells']}"]
-        for g in document["groups"]
-        if detailed or len(g["name"].split()) == 2
-    ]
-    return table(["group", "best peer / kilat", "smallest", "cells"], rows, right=(1, 2, 3))
+    """Geometric means of best peer / kilat, by direction and dtype, and if `detailed` by shape and mask too.
+
+    With what else a group has: the share of matmul, the price of determinism, memory, host time, sustained runs.
+    """
+    chosen = [g for g in document["groups"] if detailed or len(g["name"].split()) == 2]
+    columns = {name: show for name, show in MORE.items() if any(_more(g, name) is not None for g in chosen)}
+    rows: list[list[str]] = []
+    for g in chosen:
+        more = (show(g) for show in columns.values())
+        rows.append([g["name"], _ratio(g["ratio"]), _ratio(g["smallest"]), *more, f"{g['measured']} of {g['cells']}"])
+    header = ["group", "best peer / kilat", "smallest", *columns, "cells"]
+    return table(header, rows, right=range(1, len(header)))
+
+
+def _more(group: Document, column: str) -> Any:
+    return group.get(FIELDS[column])
+
+
+def _slower(group: Document) -> str:
+    mean = group.get("deterministic")
+    return "-" if mean is None else f"{mean:.2f}, at most {group['deterministic_largest']:.2f}"
+
+
+def _microseconds(group: Document) -> str:
+    mean = group.get("host_seconds")
+    return "-" if mean is None else f"{mean * 1e6:.0f}, at most {group['host_largest'] * 1e6:.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+FIELDS = {
+    "of matmul": "share_of_limit",
+    "deterministic / default": "deterministic",
+    "extra / tensors": "extra_share",
+    "host, us": "host_seconds",
+    "sustained": "sustained",
+}
+MORE: dict[str, Callable[[Document], str]] = {
+    "of matmul": lambda group: _share(group.get("share_of_limit")),
+    "deterministic / default": _slower,
+    "extra / tensors": lambda group: _share(group.get("extra_share")),
+    "host, us": _microseconds,
+    "sustained": lambda group: _ratio(group.get("sustained")),
+}
+"""Columns of groups that a document may have."""
+
+
+def grid(document: Document) -> str:
+    """A line for each shape and mask, a column for each length: TFLOP/s of kilat, and best peer / kilat."""
+    lines: dict[str, dict[int, str]] = {}
+    for row in document["rows"]:
+        words, rate = row["cell"]["name"].split(), row["achieved"].get(OURS)
+        length = next(word.removeprefix("N=") for word in words if word.startswith("N="))
+        if rate is None or not length.isdecimal():  # ragged: from so many to so many
+            continue
+        grouped = (word for word in words if word.startswith("H=") and "/" in word)
+        name = " ".join([word for word in words if word.partition("=")[0] not in ("N", "B", "H")] + list(grouped))
+        # the first cell of a length is that of the grid; others have fewer sequences
+        lines.setdefault(name, {}).setdefault(int(length), f"{_tera(rate)} ({_ratio(row['ratio'])})")
+    lengths = sorted({length for place in lines.values() for length in place})
+    rows = [[name, *(place.get(length, "-") for length in lengths)] for name, place in lines.items()]
+    return table(["TFLOP/s (best peer / kilat)", *map(_length, lengths)], rows, right=range(1, len(lengths) + 1))
+
+
+def _length(value: int) -> str:
+    return f"{value >> 20}M" if value >= 1 << 20 else f"{value >> 10}k" if value >= 1 << 10 else str(value)
 
 
 def slower(document: Document, most: int | None = None) -> str:
@@ -154,7 +215,8 @@ def summary(document: Document) -> str:
 
 def results(document: Document) -> str:
     """Everything, in the order in which it is asked for."""
-    parts = [groups(document, detailed=True), slower(document), "TFLOP/s, bursts with a cold L2:", cells(document)]
+    parts = [groups(document, detailed=True), slower(document), grid(document)]
+    parts += ["TFLOP/s, bursts with a cold L2:", cells(document)]
     held = sustained(document)
     if held:
         parts += ["Sustained for two seconds, TFLOP/s, with the clock and the power that the limit leaves:", held]

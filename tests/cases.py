@@ -312,6 +312,10 @@ def _layouts() -> list[Case]:
     cases += [
         replace(ragged, name="ragged-all-empty", lengths_q=(0, 0, 0), lengths_kv=(0, 0, 0)),
         replace(ragged, name="ragged-no-sequences", batch=0, lengths_q=(), lengths_kv=(), tail=3, sink=True),
+        *(
+            replace(ragged, name=f"ragged-no-sequences-{mask}", batch=0, lengths_q=(), lengths_kv=(), tail=3, mask=mask)
+            for mask in ("window_first", "causal_documents", "key_range")
+        ),
         replace(ragged, name="ragged-tail", tail=7, sink=True, mask="causal"),
         replace(ragged, name="ragged-ones", batch=5, lengths_q=(1,) * 5, lengths_kv=(1, 2, 64, 65, 1)),
         replace(ragged, name="ragged-bfloat16", dtype="bfloat16", tail=2, strides="sliced", mask="causal", sink=True),

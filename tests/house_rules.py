@@ -41,7 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 # The few arrows between neighbours of one layer: (from, to). The three doors of autograd call one another.
 DOORS = ("autograd", "functorch", "compiled", "batching")
-SIDEWAYS = frozenset({("scores", "numerics"), ("tune", "backends")} | {(a, b) for a in DOORS for b in DOORS})
+SIDEWAYS = frozenset({("scores", "numerics"), ("backends", "tune")} | {(a, b) for a in DOORS for b in DOORS})
 FREE_OF_TORCH = frozenset({"masks", "scores", "numerics", "symbolic", "math", "structure"})
 DSL_OWNERS = {
     "llvmlite": ("backends.cpu",),

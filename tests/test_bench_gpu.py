@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kilat.bench import cells, contenders, gpu, gpu_timing, h200, machine, peers
+from kilat.bench import cells, contenders, gpu, gpu_groups, gpu_timing, h200, machine, peers
 from kilat.bench.cells import Cell, square
 from kilat.bench.contenders import Contender, Inputs
 from kilat.bench.run import Row
@@ -91,7 +91,31 @@ def test_contenders_take_turns_behind_a_flush() -> None:
     assert found["b"].median == pytest.approx(5e-4)
     assert found["a"].calls == 4
     many = gpu_timing.take_turns(ready, device, slow, reps=4, seconds=0.1)
-    assert 4 < many["a"].calls <= 200
+    assert many["a"].calls == 3 * gpu_timing.ROUNDS_AHEAD  # the medians stand still
+
+
+def test_medians_that_move_want_more_rounds() -> None:
+    device = FakeDevice()
+    cost = {"a": gpu_timing.Cost(gpu=1e-3, host=1e-6)}
+    found = gpu_timing.take_turns({"a": device.call("a", 1.0)}, device, cost, reps=40, seconds=0.1)
+    assert found["a"].calls == 40  # at least those asked for
+    times = itertools.count(1)
+
+    class Drifting(FakeDevice):
+        """Each call is slower than the one before."""
+
+        def flush(self) -> None:
+            self.now += 0.06
+
+    drifting = Drifting()
+
+    def work() -> None:
+        drifting.now += 1.0 + next(times) / 100
+
+    one = {"a": Contender(work, dict)}
+    assert gpu_timing.take_turns(one, drifting, cost, reps=4, seconds=0.1)["a"].calls > 60
+    slow = {"a": gpu_timing.Cost(gpu=3.0, host=1e-6)}
+    assert gpu_timing.take_turns(one, drifting, slow, reps=7, seconds=0.1)["a"].calls == gpu_timing.FEW_ROUNDS
 
 
 def test_memory_is_above_inputs_and_outputs() -> None:
@@ -139,8 +163,8 @@ class _Ticking:
 
 def test_a_shard_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path, some = tmp_path / "shard.json", _cells(4)
-    ticks = itertools.count()
-    assert not _run(path, some, gpu.Effort(1, 0.0, 0.0, deadline=2.5), clock=lambda: float(next(ticks)))
+    ticks = itertools.count()  # three of them a cell
+    assert not _run(path, some, gpu.Effort(1, 0.0, 0.0, deadline=6.5), clock=lambda: float(next(ticks)))
     assert len(_document(path)["rows"]) == 2
     seen: list[str] = []
     assert _run(path, some, on_cell=lambda row: seen.append(row.cell.name))
@@ -149,6 +173,7 @@ def test_a_shard_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [row["cell"]["name"] for row in document["rows"]] == [cell.name for cell in some]
     assert all(row["limit"] == 1e12 and row["ratio"] for row in document["rows"])
     assert {"command", "date", "versions", "device", "git", "limits", "groups", "shard"} <= set(document)
+    assert list(document["cell_seconds"]) == [cell.name for cell in some]
     assert "triton" in document["versions"]
     assert document["device"]["kind"] == "gpu"
     rows = [Row.from_json(row) for row in document["rows"]]
@@ -218,6 +243,29 @@ def test_shards_merge_into_one_document(tmp_path: Path) -> None:
     assert _list(merged["rows"])[0]["seconds"]["kilat"]["median"] == 123.0
 
 
+def test_groups_say_what_there_is_to_say() -> None:
+    some = [square("backward", 1, 1, n, 8, "float32", True) for n in (8, 9)]
+    rows = [Row(cell, limit=2.0 * cell.flops) for cell in some]
+    for row, ours, peer in zip(rows, (1.0, 2.0), (1.0, 8.0), strict=True):
+        row.timings = {name: Timing(s, s, 1) for name, s in (("kilat", ours), ("fa4", peer), ("cudnn", 9.0))}
+        row.host_seconds = {"kilat": ours * 1e-6, "fa4": 5e-6, "cudnn": 1.0}
+        row.extra_bytes = {"kilat": int(ours) * 256, "fa4": 10**9}
+    rows[0].timings["kilat-deterministic"] = Timing(1.5, 1.5, 1)
+    rows[1].sustained = {n: gpu_timing.Sustained(s, 1, None, None) for n, s in (("kilat", 2.0), ("fa4", 3.0))}
+    whole, dtype, kind = gpu_groups.summaries(rows)
+    assert whole == dtype | {"name": "backward all"} == kind | {"name": "backward all"}
+    assert (kind["name"], kind["cells"], kind["measured"]) == ("backward float32 D=8 causal", 2, 2)
+    assert (whole["ratio"], whole["smallest"], whole["smallest_cell"]) == (2.0, 1.0, some[0].name)
+    assert whole["share_of_limit"] == pytest.approx((0.5 * 0.25) ** 0.5)
+    assert (whole["deterministic"], whole["deterministic_largest"]) == (1.5, 1.5)
+    assert whole["extra_bytes"] == 512
+    assert whole["extra_share"] == 512 / (2 * 9 * 16 * 4 * 2)  # q, k, v, out and their gradients
+    assert (whole["host_seconds"], whole["host_largest"], whole["host_peer"]) == (1.5e-6, 2e-6, 5e-6)
+    assert whole["sustained"] == 1.5
+    (nothing, *_) = gpu_groups.summaries([Row(some[0])])
+    assert {name for name, value in nothing.items() if value is not None} == {"name", "cells", "measured"}
+
+
 def _list(value: Any) -> list[Any]:
     return value
 
@@ -250,6 +298,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_timing, "Cuda", lambda: _Ticking(FakeDevice()))
     monkeypatch.setattr(gpu, "gpu_provenance", lambda: machine.provenance() | {"versions": {}, "device": {}})
+    monkeypatch.setattr("kilat.cli.bench_gpu._processes", lambda: 1)
     monkeypatch.setattr(gpu, "matmul_rate", lambda dtype, device: 1e12)
     monkeypatch.setattr(h200, "SUSTAINED", frozenset({some[0].name}))
     monkeypatch.setattr(gpu, "Effort", lambda **options: EFFORT)
@@ -279,6 +328,8 @@ def test_the_command_line_measures_and_merges(
     assert _bench("--merge", paths[1], "--json", str(merged)) == 1
     out = capsys.readouterr().out
     assert "Geometric means of best peer / kilat" in out
+    assert "% of matmul" in out
+    assert "4 cells, about" in out
     assert "not timed: fa4, 4 cells: AbsentError: flash-attn-4 cannot be imported here" in out
     assert f"missing: {gpu_machine[0].name}" in out
 

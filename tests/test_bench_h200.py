@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kilat.bench import cells, contenders, h200, oracle, peers, verify
+from kilat.bench import cells, contenders, gpu_warm, h200, oracle, peers, verify
 from kilat.bench.cells import Cell, square
 from kilat.bench.contenders import Contender, Inputs
 
@@ -58,8 +59,39 @@ def test_shards_are_a_partition_by_families(count: int) -> None:
     assert sorted(c.name for shard in shards for c in shard) == sorted(c.name for c in GRID)
     homes = [{h200.family(c) for c in shard} for shard in shards]
     assert all(not a & b for a, b in itertools.combinations(homes, 2))
+    costs = [h200.estimate(shard) for shard in shards]
     if count <= 7:
-        assert max(map(len, shards)) < 1.5 * len(GRID) / count
+        assert max(costs) < 1.1 * sum(costs) / count
+    for shard in shards:
+        tiers = [h200.tier(cell) for cell in shard]
+        assert tiers == sorted(tiers)
+
+
+def test_shards_take_nine_minutes_each() -> None:
+    """By the estimate, with every peer: five, or three where 14 processes compile first."""
+    assert max(h200.estimate(h200.deal(GRID, n + 1, 5)) for n in range(5)) < 540
+    assert max(h200.estimate(h200.deal(GRID, n + 1, 3), jobs=14) for n in range(3)) < 540
+
+
+def test_the_estimate_counts_what_is_done() -> None:
+    cell = next(cell for cell in GRID if cell.name in h200.SUSTAINED and cell.direction == "backward")
+    alone = h200.estimate([cell], ["cudnn"])
+    work = h200.CALLS * cell.flops / h200.CALL_RATE
+    assert alone == pytest.approx(h200.CELL_SECONDS + h200.CONTENDER_SECONDS + h200.SUSTAINED_SECONDS + work)
+    assert h200.estimate([cell], ["cudnn", "flex"]) == alone  # left out at 16k
+    assert h200.estimate([cell], ["cudnn", "kilat"]) > alone + h200.COMPILE_SECONDS["kilat"]
+    assert h200.estimate([cell] * 2, jobs=14) < h200.estimate([cell] * 2) + h200.WARM_UP_SECONDS
+    twice = h200.estimate([cell, replace(cell, batch=2)], ["kilat"])
+    assert twice < 2 * h200.estimate([cell], ["kilat"])  # compiled once
+    assert tuple(peers.makers()) == h200.CONTENDERS
+
+
+def test_what_matters_most_is_measured_first() -> None:
+    first, last = h200.deal(GRID, 1, 1)[:16], h200.deal(GRID, 1, 1)[-1]
+    assert {(c.dims, c.seqlen_kv) for c in first} == set(itertools.product(("64", "128"), (2048, 16384)))
+    assert {c.direction for c in first} == {"forward", "backward"}
+    assert last == cells.suite("h200-long")[0]
+    assert [name for name in h200.CONTENDERS if not h200.why_left_out(last, name)] == ["kilat"]
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "a/3", "1/", "-1/3", "1/3/3"])
@@ -196,3 +228,36 @@ def test_a_backend_of_sdpa_is_chosen_around_the_call(direction: cells.Direction)
     with made.context():
         found = made.results()
     assert all(v.ok for v in verify.verify(found, verify.expect(cell, inputs)))
+
+
+def test_what_is_compiled_before_the_clock() -> None:
+    some = [cell for cell in GRID if cell.dims == "128" and cell.dtype == "bfloat16" and not cell.lengths]
+    tasks = gpu_warm.tasks(some, h200.CONTENDERS, "auto")
+    assert len(set(tasks)) == len(tasks)
+    assert {name for _, name, _ in tasks} == set(h200.WARMED)
+    ours = [cell for cell, name, _ in tasks if name == "kilat"]
+    assert {(cell.direction, h200.family(cell)) for cell in some} == {(c.direction, h200.family(c)) for c in ours}
+    assert len(ours) == len({(cell.direction, h200.family(cell)) for cell in some})
+    flex = [cell.name for cell, name, _ in tasks if name == "flex"]
+    assert flex
+    assert set(flex) == {cell.name for cell in some if not h200.why_left_out(cell, "flex")}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_contender_is_called_once_to_compile(direction: cells.Direction) -> None:
+    cell = square(direction, 1, 2, 9, 8, "float32", True)
+    assert gpu_warm.warm_one((cell, "kilat", "cpu")) == ""
+    assert "gluon backend works on CUDA tensors" in gpu_warm.warm_one((cell, "kilat", "gluon"))
+
+
+def _dies(task: object) -> str:
+    os._exit(7)
+
+
+def test_a_process_that_dies_while_it_compiles_costs_time_only() -> None:
+    cell = square("forward", 1, 2, 9, 8, "float32", True)
+    (reason,) = gpu_warm.aside([(cell, "kilat", "cpu")] * 2, _dies, 1, seconds=5.0)
+    assert reason == "2 of 2 were not done after 5 s"
+    assert gpu_warm.warm([(cell, "kilat", "cpu"), (cell, "nobody", "cpu")], 2) == [
+        f"{cell.name}, nobody: KeyError: 'nobody'"
+    ]

@@ -3,6 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | `KILAT_CACHE_DIR` | folder of compiled kernels; default `$XDG_CACHE_HOME/kilat`, else `~/.cache/kilat` |
+| `KILAT_CONFIG_DIR` | folder of tuning tables; default `$XDG_CONFIG_HOME/kilat`, else `~/.config/kilat` |
 | `KILAT_CPU_ISA` | instruction set of the CPU kernels, one of `CPU_ISAS`; default the best one that the machine has |
 | `KILAT_CHECK_VALUES` | 1 checks lengths, offsets, page tables that live on a GPU, which stalls its stream; default 0 |
 | `TRITON_INTERPRET` | Triton's own: 1 runs its kernels in an interpreter, on CPU tensors; default 0 |
@@ -24,6 +25,15 @@ def cache_dir() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "kilat"
     return Path(os.path.expanduser("~")) / ".cache" / "kilat"
+
+
+def config_dir() -> Path:
+    """Folder of what the user's machine was tuned to; it need not exist."""
+    if chosen := os.environ.get("KILAT_CONFIG_DIR"):
+        return Path(chosen).expanduser()
+    if shared := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(shared) / "kilat"
+    return Path(os.path.expanduser("~")) / ".config" / "kilat"
 
 
 def cpu_isa() -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kilat.bench.cells import Cell
+from kilat.bench.gpu_groups import summaries
 from kilat.bench.gpu_timing import Cost, Device, cost_of, extra_bytes, host_seconds, sustain, take_turns
 from kilat.bench.h200 import SUSTAINED, why_left_out
 from kilat.bench.machine import gpu, gpu_versions, provenance, without_folder
@@ -85,6 +86,7 @@ class Shard:
     limits: dict[str, float] = field(default_factory=dict[str, float])
     attempts: dict[str, int] = field(default_factory=dict[str, int])
     about: dict[str, object] = field(default_factory=dict[str, object])
+    elapsed: dict[str, float] = field(default_factory=dict[str, float])  # seconds of each cell, checks included
 
     @staticmethod
     def load(path: Path, suite: str, shard: str) -> Shard:
@@ -99,6 +101,7 @@ class Shard:
                 raise ValueError(f"{path} must hold {name} {value} to be gone on with; got {document.get(name)}")
         made.rows = {row.cell.name: row for row in map(Row.from_json, document["rows"])}
         made.limits, made.attempts = dict(document["limits"]), dict(document["attempts"])
+        made.elapsed = dict(document.get("cell_seconds", {}))
         return made
 
     def save(self) -> None:
@@ -106,7 +109,8 @@ class Shard:
         for row in self.rows.values():
             row.limit = self.limits.get(f"matmul_{row.cell.dtype}")
         document = report(list(self.rows.values()), self.limits, self.suite)
-        document |= {**self.about, "shard": self.shard, "attempts": self.attempts}
+        document |= {**self.about, "shard": self.shard, "attempts": self.attempts, "cell_seconds": self.elapsed}
+        document["groups"] = summaries(list(self.rows.values()))
         part = self.path.with_suffix(".part")
         part.write_text(dumps(document), encoding="utf-8")
         part.replace(self.path)
@@ -178,6 +182,7 @@ def run_shard(
             shard.save()
             continue
         shard.save()
+        begun = clock()
         try:
             row = measure(cell, makers, device, effort)
         except LostDeviceError as error:
@@ -185,6 +190,7 @@ def run_shard(
             shard.save()
             raise
         shard.rows[cell.name] = row
+        shard.elapsed[cell.name] = clock() - begun
         shard.save()
         if on_cell is not None:
             on_cell(row)
@@ -222,6 +228,7 @@ def merge(paths: Sequence[Path], cells: Sequence[Cell], suite: str) -> dict[str,
     about = ("command", "date", "versions", "device", "git")
     runs = [{name: d[name] for name in (*about, "shard", "limits")} for d in documents]
     merged = report(ordered, limits, suite) | {name: documents[0][name] for name in about}
+    merged["groups"] = summaries(ordered)
     return merged | {"runs": runs, "missing": [cell.name for cell in cells if cell.name not in rows]}
 
 

@@ -27,6 +27,10 @@ WARMUP_CALLS = 3
 # A batch of rounds is enqueued before its events are read; short enough not to fill the launch queue.
 ROUNDS_AHEAD = 10
 SAMPLE_SECONDS = 0.05
+# Two batches in a row that move no median by more than this are enough.
+STABLE = 0.002
+# At least so many rounds, unless one of them takes so long.
+LONG_ROUND_SECONDS, FEW_ROUNDS = 2.0, 3
 
 
 class Event(Protocol):
@@ -134,15 +138,18 @@ def take_turns(
 ) -> dict[str, Timing]:
     """Time contenders in turn, about `seconds` each, in `reps` to 50 * reps rounds, every other one in reverse order.
 
+    Fewer rounds where two batches of them have not moved any median, and three where a round takes seconds.
     As triton's do_bench does it: the L2 is flushed before each call, and events stand around it. The flush is repeated
     until it outlasts the slowest contender's host time, or a short kernel's time would be that of its launch.
     """
     slowest = max(cost.host for cost in costs.values())
     flushes = min(MAX_FLUSHES, 1 + math.ceil(slowest / FLUSH_SECONDS))
     round_seconds = sum(cost.gpu + flushes * FLUSH_SECONDS for cost in costs.values())
-    rounds = max(reps, min(50 * reps, int(seconds * len(contenders) / round_seconds)))
+    least = min(reps, FEW_ROUNDS) if round_seconds > LONG_ROUND_SECONDS else reps
+    rounds = max(least, min(50 * reps, int(seconds * len(contenders) / round_seconds)))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
+    medians: list[list[float]] = []
     for first in range(0, rounds, ROUNDS_AHEAD):
         events: list[tuple[str, Event, Event]] = []
         for n in range(first, min(rounds, first + ROUNDS_AHEAD)):
@@ -151,7 +158,15 @@ def take_turns(
         device.synchronize()
         for name, start, end in events:
             samples[name].append(start.elapsed_time(end) * 1e-3)
+        medians.append([statistics.median(times) for times in samples.values()])
+        if first + ROUNDS_AHEAD >= reps and _settled(medians[-3:]):
+            break
     return {name: Timing(statistics.median(times), min(times), len(times)) for name, times in samples.items()}
+
+
+def _settled(medians: list[list[float]]) -> bool:
+    """Whether the medians of three batches in a row agree."""
+    return len(medians) == 3 and all(max(some) <= (1.0 + STABLE) * min(some) for some in zip(*medians, strict=True))
 
 
 def _timed(contender: Contender, device: Device, flushes: int) -> tuple[Event, Event]:

@@ -21,8 +21,17 @@ SELDOM_LENGTHS = (2048, 8192)
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 FULL_AND_CAUSAL = (False, True)
 
-# Kernels of a family are compiled once; so many cells could have been measured in that time.
-COMPILE_COST = 4
+CONTENDERS = ("kilat", "kilat-deterministic", "cudnn", "flash", "flex", "fa4")
+
+# What a shard takes, in seconds, roughly: inputs and the check of a cell; a contender's clock, warm-up, host time and
+# memory; so many of its calls at a low rate; a sustained run; compiling, once a family and direction, flex every cell.
+CELL_SECONDS, CONTENDER_SECONDS, SUSTAINED_SECONDS = 0.6, 0.5, 2.3
+CALLS, CALL_RATE = 12, 400e12
+COMPILE_SECONDS = {"kilat": 5.0, "kilat-deterministic": 5.0, "fa4": 6.0, "flex": 10.0}
+# Contenders whose kernels are kept on disk, with the seconds that it takes to find them there; and that of a warm-up
+# beside the compiling, which is shared by its processes.
+WARMED = {"kilat": 0.3, "kilat-deterministic": 0.3, "flex": 2.0}
+WARM_UP_SECONDS = 20.0
 # Cells that every contender also runs for seconds, at the clock that the power limit leaves.
 SUSTAINED = frozenset(
     f"{direction} bfloat16 {mask} N=16384 D={dim} B=1 H={HIDDEN // dim}"
@@ -83,7 +92,7 @@ def grid_cells() -> list[Cell]:
     wide = _plain() + _grouped() + _special()
     half = [cell for cell in _plain() + _grouped()[: len(_grouped()) // 2] if cell.seqlen_kv in HALF_LENGTHS]
     half += [cell for cell in _special() if cell.lengths]
-    return wide + [replace(cell, dtype="float16") for cell in half]
+    return wide + [replace(cell, dtype="float16") for cell in half] + long_cells()
 
 
 def quick_cells() -> list[Cell]:
@@ -102,6 +111,8 @@ def why_left_out(cell: Cell, name: str) -> str:
     torch's flash backend and FlexAttention are never the fastest on this GPU, and the latter compiles for seconds.
     """
     special = bool(cell.lengths) or cell.window is not None
+    if cell.seqlen_kv > max(LENGTHS) and name != "kilat":
+        return "left out: at this length it is asked whether kilat runs, and in which memory"
     if name == "flash" and cell.seqlen_kv not in SELDOM_LENGTHS and not special:
         return "left out: measured at 2k and 8k only"
     if name == "flex":
@@ -130,15 +141,54 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def deal(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
-    """Return shard `index` of `count` (from 1): whole families, the largest first to the shard that has least to do."""
+def tier(cell: Cell) -> int:
+    """How early a cell is measured: what most people run first, so that a part of a shard is worth having."""
+    plain = cell.num_heads_q == cell.num_heads_kv and cell.window is None and not cell.lengths
+    if cell.seqlen_kv > max(LENGTHS):
+        return 5
+    if cell.dtype != "bfloat16":
+        return 4
+    if plain and cell.seqlen_kv in HALF_LENGTHS:
+        return 0 if cell.dims in ("64", "128") else 1
+    if plain:
+        return 1 if cell.dims in ("64", "128") else 3
+    return 2
+
+
+def seconds_of(cell: Cell, name: str) -> float:
+    """What a contender takes in a cell, compiling aside."""
+    if why_left_out(cell, name):
+        return 0.0
+    return CONTENDER_SECONDS + CALLS * cell.flops / CALL_RATE + SUSTAINED_SECONDS * (cell.name in SUSTAINED)
+
+
+def estimate(cells: Sequence[Cell], names: Sequence[str] = CONTENDERS, jobs: int = 1) -> float:
+    """Seconds that a command needs for these cells and contenders, if so many processes compile before."""
+    total, compiled = WARM_UP_SECONDS * (jobs > 1), set[tuple[object, ...]]()
+    for cell in cells:
+        total += CELL_SECONDS + sum(seconds_of(cell, name) for name in names)
+        for name in names:
+            kernels = (name, cell.direction, family(cell), cell.name if name == "flex" else "")
+            if name in COMPILE_SECONDS and not why_left_out(cell, name) and kernels not in compiled:
+                compiled.add(kernels)
+                warm = jobs > 1 and name in WARMED
+                total += WARMED[name] + COMPILE_SECONDS[name] / jobs if warm else COMPILE_SECONDS[name]
+    return total
+
+
+def deal(cells: Sequence[Cell], index: int, count: int, names: Sequence[str] = CONTENDERS) -> list[Cell]:
+    """Return shard `index` of `count` (from 1), what matters most and takes longest first.
+
+    Whole families, the most costly first, each to the shard that has least to do.
+    """
     families: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         families.setdefault(family(cell), []).append(cell)
-    load = [0] * count
+    load = [0.0] * count
     dealt: list[list[Cell]] = [[] for _ in range(count)]
-    for members in sorted(families.values(), key=len, reverse=True):
+    costs = {key: estimate(members, names) for key, members in families.items()}
+    for key in sorted(families, key=lambda key: -costs[key]):
         least = load.index(min(load))
-        load[least] += len(members) + COMPILE_COST
-        dealt[least] += members
-    return dealt[index - 1]
+        load[least] += costs[key]
+        dealt[least] += families[key]
+    return sorted(dealt[index - 1], key=lambda cell: (tier(cell), -cell.flops))

@@ -205,18 +205,23 @@ class Group:
     smallest: float
 
 
-def group_rows(rows: Sequence[Row]) -> list[Group]:
-    """Group by direction and dtype, then also by head_dim and mask, in order of appearance."""
-    members: dict[str, list[Row]] = {}
+def members(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by direction and dtype, then also by head_dim and mask, in order of appearance."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
         cell = row.cell
-        members.setdefault(f"{cell.direction} {cell.dtype}", []).append(row)
+        found.setdefault(f"{cell.direction} {cell.dtype}", []).append(row)
     for row in rows:
         cell = row.cell
         if cell.direction != "decode":
-            members.setdefault(f"{cell.direction} {cell.dtype} {_kind(cell)}", []).append(row)
+            found.setdefault(f"{cell.direction} {cell.dtype} {_kind(cell)}", []).append(row)
+    return found
+
+
+def group_rows(rows: Sequence[Row]) -> list[Group]:
+    """The groups of `members`, with the means of their ratios."""
     groups: list[Group] = []
-    for name, some in members.items():
+    for name, some in members(rows).items():
         ratios = [row.ratio for row in some if row.ratio is not None]
         groups.append(Group(name, len(some), len(ratios), geometric_mean(ratios), min(ratios, default=float("nan"))))
     return groups

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kilat._version import __version__
-from kilat.cli import bench, cache, check, demo, explain, info
+from kilat.cli import bench, cache, check, demo, explain, info, tune
 from kilat.cli.output import errors
 
 DEBUG = "--debug"
@@ -28,6 +28,7 @@ app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.command("explain")(explain.explain)
 app.command("info")(info.info)
+app.command("tune")(tune.tune)
 app.add_typer(cache.app, name="cache")
 
 

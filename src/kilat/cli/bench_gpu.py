@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kilat.cli.output import seconds, show, table
+from kilat.cli.output import seconds, show, size, table
 
 if TYPE_CHECKING:
     from kilat.bench.cells import Cell
@@ -48,12 +50,14 @@ def _line(row: Row) -> str:
     reached = [f"{name} {rate / 1e12:.0f}" for name in row.timings if (rate := row.achieved(name)) is not None]
     ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
     wrong = "" if row.ok else f"  NOT TIMED {row.not_timed.get('kilat')}"
-    return f"{row.cell.name}: {ratio}  {', '.join(reached)} TFLOP/s{wrong}"
+    ours = row.achieved("kilat")
+    share = "" if ours is None or not row.limit else f", kilat at {ours / row.limit:.0%} of matmul"
+    return f"{row.cell.name}: {ratio}  {', '.join(reached)} TFLOP/s{share}{wrong}"
 
 
 def show_rows(rows: list[Row]) -> None:
     """Print every cell with the TFLOP/s of all contenders, geometric means, and who was not timed for what reason."""
-    from kilat.bench.run import OURS, group_rows
+    from kilat.bench.run import OURS
 
     names = list(dict.fromkeys(name for row in rows for name in row.timings))
     made = table("TFLOP/s", "cell", *names, "peer / kilat", "of matmul", "error / allowed", "host")
@@ -70,16 +74,40 @@ def show_rows(rows: list[Row]) -> None:
             seconds(row.host_seconds.get(OURS)),
         )
     show(made)
-    means = table("Geometric means of best peer / kilat", "group", "mean", "smallest", "cells")
-    for group in group_rows(rows):
-        means.add_row(group.name, f"{group.ratio:.3f}", f"{group.smallest:.3f}", f"{group.measured} of {group.cells}")
-    show(means)
+    _show_groups(rows)
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:
         for item in row.not_timed.items():
             reasons[item] = reasons.get(item, 0) + 1
     for (name, reason), count in reasons.items():
         show(f"not timed: {name}, {count} cells: {reason}")
+
+
+def _show_groups(rows: list[Row]) -> None:
+    """Print what groups of cells come to."""
+    from kilat.bench.gpu_groups import summaries
+
+    columns = ("mean", "smallest", "of matmul", "deterministic", "extra", "host", "sustained", "cells")
+    made = table("Geometric means of best peer / kilat", "group", *columns)
+    for group in summaries(rows):
+        found: dict[str, Any] = dict(group)
+        share, slower, extra = found["share_of_limit"], found["deterministic"], found["extra_bytes"]
+        made.add_row(
+            found["name"],
+            _ratio(found["ratio"]),
+            _ratio(found["smallest"]),
+            "-" if share is None else f"{share:.0%}",
+            "-" if slower is None else f"{slower:.2f} x, at most {found['deterministic_largest']:.2f}",
+            size(extra),
+            seconds(found["host_seconds"]),
+            _ratio(found["sustained"]),
+            f"{found['measured']} of {found['cells']}",
+        )
+    show(made)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _merge(suite: str, cells: list[Cell], request: Request, json_path: Path) -> bool:
@@ -93,6 +121,27 @@ def _merge(suite: str, cells: list[Cell], request: Request, json_path: Path) -> 
     for name in document["missing"]:
         show(f"missing: {name}")
     return not document["missing"] and all(row.ok for row in rows)
+
+
+def _processes() -> int:
+    """That compile at a time."""
+    return max(1, (os.cpu_count() or 1) - 2)
+
+
+def _prepare(cells: list[Cell], request: Request, names: list[str]) -> None:
+    """Say how long the cells will take, and compile what is kept on disk in several processes."""
+    from kilat.bench.gpu_warm import tasks, warm
+    from kilat.bench.h200 import estimate
+    from kilat.bench.run import OURS
+
+    asked = [name for name in names if not request.contenders or name in (OURS, *request.contenders)]
+    todo = tasks(cells, asked, request.backend)
+    jobs = min(_processes(), len(todo))
+    needed = estimate(cells, asked, jobs)
+    late = request.deadline is not None and needed > request.deadline
+    show(f"{len(cells)} cells, about {needed:.0f} s{', more than the deadline' if late else ''}")
+    for reason in warm(todo, jobs) if jobs > 1 else ():
+        show(f"while compiling: {reason}")
 
 
 def run_gpu(suite: str, cells: list[Cell], request: Request, json_path: Path | None, reps: int) -> bool:
@@ -111,9 +160,11 @@ def run_gpu(suite: str, cells: list[Cell], request: Request, json_path: Path | N
     makers = _makers(request)
     if not torch.cuda.is_available():
         raise ValueError(f"suite {suite} needs a CUDA device; torch sees none")
-    device = Cuda()
+    begin, device = time.monotonic(), Cuda()
     shard = Shard.load(json_path, suite, request.shard)
-    effort = Effort(reps=reps, deadline=request.deadline)
+    _prepare([cell for cell in mine if cell.name not in shard.rows], request, list(makers))
+    deadline = None if request.deadline is None else request.deadline - (time.monotonic() - begin)
+    effort = Effort(reps=reps, deadline=deadline)
     done = run_shard(
         mine,
         shard,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kilat.backends.gluon import tuning
 from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
@@ -86,7 +87,7 @@ def _make_plan(p: Problem) -> Plan:
     if config.broad:
         constants = (*config.d, *config.v, p.group, foreign, bool(cap), sums_dq, masked)
     else:
-        buffers, turns = (3, False) if width == 64 else (4, True)
+        buffers, turns = 3 if width == 64 else 4, tuning.backward_config(p).turns
         constants = (block_q, width, buffers, p.group, foreign, bool(cap), turns, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kilat.backends.gluon import heuristics, schedule
+from kilat.backends.gluon import heuristics, schedule, tuning
 from kilat.backends.gluon.forward import forward_kernel
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, must_copy, rows_box
 from kilat.masks.affine import affine
@@ -87,7 +87,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     out_dtype = getattr(torch, p.out_dtype)
     if any(map(must_copy, (o.q, o.k, o.v))):
         return Plan(None, False, None, out_shape, lse_shape, out_dtype)
-    config, bounds = heuristics.forward_config(p), affine(p.mask)
+    config, chosen, bounds = tuning.forward_config(p), tuning.schedule(p), affine(p.mask)
     if bounds is None:
         raise ValueError(f"the gluon backend takes masks of one moving interval; got mask={p.mask!r}")
     block_q = 64 * config.consumers
@@ -97,10 +97,10 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     # With a softcap the kernel scales tanh(slope s) by the cap; a scale of 0 must leave the -inf of hidden keys alone.
     scale_log2, slope_log2 = (cap or p.scale or TINY_SCALE) * LOG2E, 2.0 * p.scale / cap * LOG2E if cap else 0.0
     kind = sum(bit << i for i, bit in enumerate(bounds.kind))
-    unequal = bool(kind & 6) and not kind & 1  # causal: tiles see more or fewer keys
-    together = min(heuristics.heads_together(p), units)
-    grid = heuristics.grid(p, _processors(q.get_device()), tiles * units, unequal=unequal)
-    order, turns, ordered = None, -(-tiles * units // grid), not ragged and tiles * units <= MAX_ORDERED
+    together = min(heuristics.heads_together(p, chosen.megabytes << 20), units)
+    grid = min(_processors(q.get_device()), tiles * units) if chosen.persistent else tiles * units
+    order, turns = None, -(-tiles * units // grid)
+    ordered = chosen.persistent and not ragged and tiles * units <= MAX_ORDERED
     if ordered:
         blocks = schedule.key_blocks(bounds, block_q, config.block_kv, p.seqlen_q, p.seqlen_kv)
         table = schedule.schedule(blocks, (p.num_heads_q, p.num_heads_kv), p.batch, together, grid)

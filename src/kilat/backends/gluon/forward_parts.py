@@ -172,8 +172,8 @@ def softmax(x, m, m_new, l, scale_log2):
 def store_rows(ptr, x, row, rows, stride, dim):
     """Write x [64, D] to rows of `stride` elements at ptr: rows below `rows`, columns below `dim`.
 
-    The tile's first query belongs into `row`, not into ptr: else the offsets are the same for all tiles, and ptxas keeps
-    (and spills) them instead of working them out.
+    The tile's first query belongs into `row`, not into ptr: else the offsets are the same for all tiles, and ptxas
+    keeps (and spills) them instead of working them out.
     """
     layout: gl.constexpr = x.type.layout
     col = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))

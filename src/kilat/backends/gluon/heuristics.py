@@ -106,14 +106,13 @@ def backward_config(problem: Problem) -> BackwardConfig:
     return BackwardConfig(d, v, 64, 64, 64 if sum(d) + sum(v) <= 320 else 32)
 
 
-def heads_together(problem: Problem) -> int:
+def heads_together(problem: Problem, budget: int = L2_BUDGET) -> int:
     """Query heads worked on at a time where tiles are equally long, so that their keys and values fit the L2 cache.
 
-    Whole groups. Where tiles are not equal (causal), all heads go together: the tiles of a few heads do not even out
-    over the CTAs, which cost 20 and 36 % (16k, head_dim 128 and 64), and neighbouring tiles share what they read.
+    Whole groups; fewer where a table says which CTA works on what (see `schedule`).
     """
     row = 2 * (problem.head_dim + problem.head_dim_v)
-    fit = max(1, L2_BUDGET // max(problem.seqlen_kv * row, 1))
+    fit = max(1, budget // max(problem.seqlen_kv * row, 1))
     return fit * problem.group
 
 

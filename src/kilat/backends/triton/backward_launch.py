@@ -8,12 +8,11 @@ import torch
 
 from kilat import config
 from kilat.backends.triton import backward as kernels
-from kilat.backends.triton import launch
+from kilat.backends.triton import launch, tuning
 from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import LARGEST_BLOCK, adapt, query_tiles, rows
 from kilat.backends.triton.backward_scores_launch import score_gradients
 from kilat.backends.triton.heuristics import INTERPRETED
-from kilat.backends.triton.heuristics_backward import keys_config, queries_config
 from kilat.problem import Grads
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Backward:
     def keys(self, grads: Grads) -> None:
         """Fill the gradients of k and v."""
         o, p = self.operands, self.problem
-        chosen = self.chosen(keys_config)
+        chosen = tuning.chosen("keys", p, self.args, o.q, self.capability)
         grid = key_tiles(p, o, chosen.block_kv)
         if grid:
             dk, dv = (None if x is None else rows(x) for x in (grads.k, grads.v))
@@ -98,7 +97,7 @@ class Backward:
     def queries(self, grads: Grads) -> None:
         """Fill the gradient of q."""
         o, p = self.operands, self.problem
-        chosen = self.chosen(queries_config)
+        chosen = tuning.chosen("queries", p, self.args, o.q, self.capability)
         grid = query_tiles(p, o, chosen.block_q)
         if grid and grads.q is not None:
             tensors = (rows(o.q), rows(o.k), rows(o.v), rows(self.do), rows(grads.q), self.lse, self.delta)

@@ -75,6 +75,9 @@ def table(mask: Mask, at: Places, longest: int) -> Tensor:
 
     mask: interval masks only, with their tensors. Rows past a used length hold no particular bounds.
     """
+    if not at.len_kv.numel():  # no sequence: tokens past the last offset see nothing
+        intervals = max(len(leaf.intervals()) for leaf in leaves(mask) if isinstance(leaf, IntervalMask))
+        return torch.zeros((1, intervals, 2, at.i.shape[-1]), dtype=torch.int32, device=at.i.device)
     q_pos = at.i + (at.kv_len - at.q_len)
     pairs: list[tuple[Tensor, Tensor]] = []
     for leaf in leaves(mask):

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kilat import config
+from kilat.backends.triton import tuning
 from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import adapt, query_tiles, rows
 from kilat.backends.triton.forward import forward_kernel
-from kilat.backends.triton.heuristics import INTERPRETED, forward_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +24,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     o, q = operands, operands.q
     out, lse = _outputs(problem, o)
     args = adapt(problem, o)
-    chosen = INTERPRETED if config.triton_interprets() else forward_config(args, q.element_size(), capability(q))
+    chosen = tuning.chosen("forward", problem, args, q, capability(q))
     grid = query_tiles(problem, o, chosen.block_q)
     if grid:
         tensors = (rows(q), rows(o.k), rows(o.v), rows(out), lse)

@@ -1,0 +1,165 @@
+"""The knobs of the Hopper kernels, and their values from a tuning table where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kilat.backends.gluon import heuristics
+from kilat.masks.affine import affine
+from kilat.tune.lookup import configure
+from kilat.tune.space import Tunable
+from kilat.tune.table import Bucket
+
+if TYPE_CHECKING:
+    from kilat.problem import Operands, Problem
+
+SPARE_REGISTERS = 30
+"""Of a consumer's thread, beside its accumulators and the halves of P."""
+
+LONGEST = 1 << 20
+"""Sequence length of the bucket of calls whose bits may not depend on their companions."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which the forward's tiles are worked on.
+
+    megabytes: of keys and values of the heads that are worked on at a time, at most. persistent: one CTA a processor
+    rather than a tile.
+    """
+
+    megabytes: int
+    persistent: bool
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late."""
+
+    turns: bool
+
+
+def bucket(problem: Problem, kernel: str) -> Bucket | None:
+    """What a Problem is looked up by; no row serves a mask that this backend does not take."""
+    found = affine(problem.mask)
+    if found is None:
+        return None
+    left, right, top_left = found.kind
+    dims = (sum(heuristics.boxes(problem.head_dim)), sum(heuristics.boxes(problem.head_dim_v)))
+    if kernel == "backward":
+        dims = (64, 64) if max(dims) <= 64 else (128, 128)
+    mask = "window" if left else "causal" if right or top_left else "full"
+    return Bucket(kernel, problem.dtype, dims, mask, seqlen(problem))
+
+
+def seqlen(problem: Problem) -> int:
+    """Keys of a sequence, on the average of a ragged batch."""
+    if problem.batch_invariant:
+        return LONGEST
+    return problem.seqlen_kv // max(problem.batch, 1) if problem.layout == "ragged" else problem.seqlen_kv
+
+
+def architecture() -> str | None:
+    """That of the current GPU; None where there is none and kernels are only compiled."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
+def forward_config(problem: Problem) -> heuristics.ForwardConfig:
+    """The forward's tiles; a table's staging is what is legal for this output's type and rows."""
+    built_in = heuristics.forward_config(problem)
+    found = configure("gluon", architecture(), bucket(problem, "forward"), built_in)
+    return found if forward_is_legal(problem, found) else built_in
+
+
+def shared_bytes(config: heuristics.ForwardConfig) -> int:
+    """Shared memory of the forward's tiles; barriers and what the compiler needs come on top."""
+    dim, dim_v, rows = sum(config.d), sum(config.v), 64 * config.consumers
+    numbers = config.q_stages * rows * dim + heuristics.STAGES * config.block_kv * (dim + dim_v)
+    return 2 * (numbers + (rows * dim_v if config.staging == 1 else 0))
+
+
+def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool:
+    """Whether registers and shared memory suffice, and the output can leave that way."""
+    accumulators = sum(config.v) // 2 + 3 * config.block_kv // 4
+    boxable = problem.out_dtype == problem.dtype and problem.head_dim_v % 8 == 0
+    through_q = config.d[0] == config.v[0] and not config.v[1] and config.q_stages == 1
+    leaves = config.staging == 0 or (boxable and (config.staging == 1 or through_q))
+    fits = shared_bytes(config) <= heuristics.MAX_SHARED
+    return leaves and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
+
+
+def is_unequal(problem: Problem) -> bool:
+    """Whether tiles see more or fewer keys: the causal masks."""
+    found = affine(problem.mask)
+    return found is not None and (found.kind[1] or found.kind[2]) and not found.kind[0]
+
+
+def schedule(problem: Problem) -> Schedule:
+    """The order of tiles."""
+    found = bucket(problem, "forward schedule")
+    return configure("gluon", architecture(), found, _built_in_schedule(problem))
+
+
+def _built_in_schedule(problem: Problem) -> Schedule:
+    unequal = is_unequal(problem)
+    persistent = heuristics.grid(problem, processors=1, tiles=2, unequal=unequal) == 1
+    return Schedule(heuristics.L2_BUDGET >> 20, persistent)
+
+
+def backward_config(problem: Problem) -> BackwardConfig:
+    """The backward's."""
+    return configure("gluon", architecture(), bucket(problem, "backward"), _built_in_backward(problem))
+
+
+def _built_in_backward(problem: Problem) -> BackwardConfig:
+    return BackwardConfig(turns=_may_take_turns(problem))
+
+
+def _may_take_turns(problem: Problem) -> bool:
+    return 64 < max(problem.head_dim, problem.head_dim_v) <= 128
+
+
+def _built_in(function: Any) -> Any:
+    def of_operands(problem: Problem, operands: Operands) -> Any:
+        del operands
+        return function(problem)
+
+    return of_operands
+
+
+TUNABLES = (
+    Tunable(
+        "forward",
+        "forward",
+        lambda problem: bucket(problem, "forward"),
+        _built_in(heuristics.forward_config),
+        lambda problem: {
+            "consumers": (2, 3),
+            "block_kv": (64, 128),
+            "staging": (0, 1, 2),
+            "q_stages": (1, 2),
+            "turns": (False, True),
+        },
+        forward_is_legal,
+    ),
+    Tunable(
+        "forward schedule",
+        "forward",
+        lambda problem: bucket(problem, "forward schedule"),
+        _built_in(_built_in_schedule),
+        lambda problem: {"megabytes": (8, 16, 24, 40), "persistent": (False, True)},
+        lambda problem, config: True,
+    ),
+    Tunable(
+        "backward",
+        "backward",
+        lambda problem: bucket(problem, "backward"),
+        _built_in(_built_in_backward),
+        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,)},
+        lambda problem, config: True,
+    ),
+)
+"""What `kilat tune` measures, each with the choices of those before it."""

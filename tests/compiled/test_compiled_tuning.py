@@ -1,0 +1,72 @@
+"""A configuration that is forced, as the tuner does it, is the one that is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from cases import Case
+from compiled import test_compiled_gluon_forward
+from configurations import tensors
+from helpers import build
+from offline import compiling
+
+from kilat.backends.gluon import backward_launch, heuristics, tuning
+from kilat.backends.triton import BACKEND
+from kilat.masks import Causal
+from kilat.tune.lookup import forced
+
+FORWARD = {
+    # values: HGMMA instructions of all consumers, which follow from consumers and block_kv
+    (128, 2, 64, 1): 48,
+    (128, 3, 64, 2): 72,
+    (64, 2, 128, 2): 48,
+}
+
+
+@pytest.mark.parametrize(("dim", "consumers", "block_kv", "staging"), FORWARD)
+def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int) -> None:
+    values = {"consumers": consumers, "block_kv": block_kv, "staging": staging}
+    with forced("gluon", "forward", values):
+        found = test_compiled_gluon_forward.compiled(dim, mask=Causal())
+    config = heuristics.ForwardConfig(heuristics.boxes(dim), heuristics.boxes(dim), **values)
+    assert 0 <= found.shared - tuning.shared_bytes(config) < 1024
+    assert found.products == FORWARD[dim, consumers, block_kv, staging]
+    assert found.in_loops == 0
+
+
+def test_gluon_backward() -> None:
+    """`turns` is a constant of the kernel, and no other differs."""
+    problem, _ = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
+    problem = replace(problem, needs_grad=True, grad_of=frozenset("qkv"))
+    constants = []
+    for turns in (False, True):
+        with forced("gluon", "backward", {"turns": turns}):
+            constants.append(backward_launch._make_plan(problem).constants)
+    assert constants[1] == backward_launch._make_plan(problem).constants
+    assert [one for one in zip(*constants, strict=True) if one[0] != one[1]] == [(False, True)]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])
+def test_triton(kernel: str) -> None:
+    call = build(Case("tuned", seqlen=(256, 256), head_dim=64, dtype="bfloat16"))
+    problem, op = call.core()
+    problem = replace(problem, needs_grad=True, grad_of=frozenset("qkv"), memo={})
+    out, lse = tensors(problem, op)
+    values = {"block_q": 64, "block_kv": 128, "num_warps": 8, "num_stages": 2}
+
+    def kernels() -> dict[str, tuple[int, int]]:
+        problem.memo.clear()
+        with compiling("sm_90") as found:
+            BACKEND.forward(problem, op)
+            BACKEND.backward(problem, op, out, lse, call.dout, None)
+        return {name: (made.metadata.num_warps, made.metadata.shared) for name, made in found.items()}
+
+    plain = kernels()
+    with forced("triton", kernel, values):
+        changed = kernels()
+    assert [name for name in plain if plain[name] != changed[name]] == [f"{kernel}_kernel"]
+    assert changed[f"{kernel}_kernel"][0] == 8
