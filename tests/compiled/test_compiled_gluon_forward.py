@@ -15,7 +15,7 @@ import torch
 import triton
 from compiled.gluon_offline import Compiled, compiling
 
-from kilat.backends.gluon import forward_launch
+from kilat.backends.gluon import forward_launch, heuristics
 from kilat.masks import Causal, Window
 from kilat.problem import Operands, Problem
 from kilat.scores import Softcap
@@ -31,7 +31,7 @@ def of(name: str) -> Compiled:
 
 def compiled(dim: int, dim_v: int | None = None, **more: Any) -> Compiled:
     """The kernel of one call."""
-    ragged, dtype, seqlen = more.pop("ragged", False), more.pop("dtype", "bfloat16"), 256
+    ragged, dtype, seqlen = more.pop("ragged", False), more.pop("dtype", "bfloat16"), more.pop("seqlen", 2048)
     dim_v = dim if dim_v is None else dim_v
     shape = (seqlen,) if ragged else (1, seqlen)
     q, k, v = (torch.zeros(*shape, n, d, dtype=getattr(torch, dtype)) for n, d in ((4, dim), (2, dim), (2, dim_v)))
@@ -42,15 +42,17 @@ def compiled(dim: int, dim_v: int | None = None, **more: Any) -> Compiled:
         layout="ragged" if ragged else "dense", dtype=dtype, out_dtype=dtype, device="cuda", head_dim=dim,
         head_dim_v=dim_v, num_heads_q=4, num_heads_kv=2, batch=1, seqlen_q=seqlen, seqlen_kv=seqlen, scale=dim**-0.5,
     )  # fmt: skip
-    consumers = 3 if max(dim, dim_v) <= 64 else 2
+    problem = replace(problem, **more)
+    consumers = heuristics.forward_config(problem).consumers
     with mock.patch.object(forward_launch, "_processors", return_value=132), compiling(consumers, 12) as found:
-        forward_launch.forward(replace(problem, **more), operands)
+        forward_launch.forward(problem, operands)
     return found["forward_kernel"]
 
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (arguments, spilled bytes in all: at the edges of tiles)
     "d64": ({"dim": 64}, 48),
+    "d64-short": ({"dim": 64, "seqlen": 256, "mask": Causal()}, 0),
     "d64-causal": ({"dim": 64, "mask": Causal()}, 0),
     "d64-ragged": ({"dim": 64, "mask": Causal(), "ragged": True}, 128),
     "d64-window": ({"dim": 64, "mask": Window(127, 0)}, 0),
@@ -63,6 +65,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "d192-128": ({"dim": 192, "dim_v": 128, "mask": Causal()}, 48),
     "d256": ({"dim": 256}, 64),
 }
+TWO_CONSUMERS = ("d64-short", "d64-window")  # of head_dim 64, where three would waste more
 NEWEST = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9)  # brings another ptxas
 
 
@@ -70,7 +73,7 @@ NEWEST = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9)  # b
 def test_budget(name: str) -> None:
     kernel = of(name)
     assert kernel.shared <= SHARED_MEMORY
-    assert kernel.products >= 60
+    assert kernel.products >= (48 if name in TWO_CONSUMERS else 60)
     assert kernel.loads >= 5
     assert not kernel.serialised
     assert kernel.in_loops == 0

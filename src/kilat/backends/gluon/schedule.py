@@ -42,34 +42,6 @@ def in_order(costs: NDArray[np.float64], units: int, together: int, at_the_end: 
     first = np.argsort(-costs, kind="stable")
     ends = [*range(together, units - at_the_end + 1, together), units]
     parts = [np.arange(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-    import os
-
-    if os.environ.get("ORDER") == "head":
-        out = []
-        for part in parts[:-1]:
-            grid = np.stack(np.meshgrid(first, part, indexing="ij"), -1)
-            out.append(grid.transpose(1, 0, 2).reshape(-1, 2))
-        part = parts[-1]
-        k = max(0, len(part) - at_the_end)
-        out.append(np.stack(np.meshgrid(first, part[:k], indexing="ij"), -1).transpose(1, 0, 2).reshape(-1, 2))
-        out.append(np.stack(np.meshgrid(first, part[k:], indexing="ij"), -1).reshape(-1, 2))
-        return np.concatenate(out)
-    if os.environ.get("ORDER") == "two":  # half of the slots of one group beside the other half of the next
-        out = []
-        for part in parts:
-            g = np.stack(np.meshgrid(first, part, indexing="ij"), -1)
-            a, b = g[: len(first) // 2].reshape(-1, 2), g[len(first) // 2 :].reshape(-1, 2)
-            out.append((a, b))
-        seq = [out[0][0]]
-        for i in range(len(out) - 1):
-            m = np.concatenate([out[i][1], out[i + 1][0]])
-            idx = np.argsort(
-                np.concatenate([np.linspace(0, 1, len(out[i][1])), np.linspace(0, 1, len(out[i + 1][0]))]),
-                kind="stable",
-            )
-            seq.append(m[idx])
-        seq.append(out[-1][1])
-        return np.concatenate(seq)
     return np.concatenate([np.stack(np.meshgrid(first, part, indexing="ij"), -1).reshape(-1, 2) for part in parts])
 
 
