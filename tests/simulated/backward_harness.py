@@ -37,7 +37,7 @@ class Setting:
     padded: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     turns: bool = False
     deterministic: bool = False  # dQ by a kernel of its own
-    together: int = 2  # heads whose tiles take turns
+    together: int = 2  # heads whose tiles take turns; 0 and if ragged: one after another
 
 
 def tensors(s: Setting, seed: int) -> dict[str, np.ndarray]:
@@ -140,7 +140,8 @@ def simulate(
         "lengths_kv": Ptr(np.array(s.padded[1], np.int32)) if s.padded else None,
         "batch": sequences, "seqlen_q": q_total, "seqlen_kv": kv_total, "num_heads_kv": heads_kv,
         "left": bounds.left, "right": bounds.right,
-        "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv, "together": 1 if s.ragged else s.together,
+        "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv,
+        "together": None if s.ragged else s.together or None,
         "tiles": tiles, "dim": s.dim,
         "dim_v": p.head_dim_v,
         "scale": np.float32(s.scale), "factor": np.float32(factor), "cap_log2": np.float32(s.softcap * LOG2E),

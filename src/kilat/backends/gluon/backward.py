@@ -23,9 +23,12 @@ from kilat.backends.gluon.backward_wide import consume_wide
 @gluon.jit
 def shared_memory(
     q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc,
-    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Buffers and barriers; those of dS that the first turns read before there is a dS are cleared."""
+    """Buffers and barriers; those of dS that the first turns read before there is a dS are cleared.
+
+    A barrier that nobody waits for is not made: Triton would put something else into its place while it still is one.
+    """
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = BM // 64
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -34,6 +37,7 @@ def shared_memory(
         zero = gl.zeros([64, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
         for i in gl.static_range(BUFFERS, BUFFERS * 2):
             ds.index(i).store(zero)
+    phases = barriers(1, 2 if TURNS else 1)  # of the warpgroups' elementwise parts
     r = Shared(
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], do_desc.layout),
@@ -51,8 +55,8 @@ def shared_memory(
         barriers(2, 2),
         barriers(2, BUFFERS),
         barriers(2, 1).index(0),
-        barriers(1, 1).index(0),
-        barriers(1, 2),
+        phases.index(0),
+        phases,
     )
     fence_async_shared()
     return r
@@ -76,7 +80,7 @@ def backward_kernel(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
         left, right, right_top_left, tiles_kv, together, tiles, BM, BLOCK_KV, GROUP,
     )  # fmt: skip
-    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS)
+    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, TURNS)
     gl.warp_specialize(
         [
             (

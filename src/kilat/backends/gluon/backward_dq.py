@@ -31,8 +31,8 @@ from kilat.backends.gluon.backward_parts import (
     sequence_of,
     span,
     store_rows,
+    take_place,
 )
-from kilat.backends.gluon.tiles import unit_and_slot
 
 BLOCK_Q = gl.constexpr(128)
 STAGES = gl.constexpr(3)
@@ -118,14 +118,9 @@ def queries_of(
     left, right, right_top_left, blocks, together, tiles,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Where the program with this id works: the last queries first, which see most keys; see `unit_and_slot`."""
-    units = num_heads_q
-    if offsets_q is None:
-        units = num_heads_q * batch
-    unit, slot = unit_and_slot(gl.program_id(0), units, blocks, together)
+    """Where the program with this id works: the last queries first, which see most keys; see `take_place`."""
+    sequence, head, slot = take_place(batch, num_heads_q, blocks, together)
     block = blocks - 1 - slot
-    sequence = unit // num_heads_q
-    head = unit - sequence * num_heads_q
     if offsets_q is not None:
         sequence = sequence_of(offsets_q, block, batch, BLOCK_Q)
         block -= gl.load(offsets_q + sequence) // BLOCK_Q + sequence

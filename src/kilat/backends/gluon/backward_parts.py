@@ -83,8 +83,8 @@ class Shared:
     free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage
     ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
     done: gl.shared_memory_descriptor  # both warpgroups have read k and v for the last time
-    go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start
-    turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn
+    go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start; without TURNS
+    turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn; with TURNS
 
     @gluon.constexpr_function
     def __init__(
@@ -159,18 +159,28 @@ def band(q_len, kv_len, left, right, right_top_left):
 
 
 @gluon.jit
+def take_place(batch, heads, tiles, together):
+    """(sequence, head, tile) of this program: one head after another, or (not if ragged) `together` by turns."""
+    pid = gl.program_id(0)
+    if together is None:  # spelt so that it takes the fewest registers
+        tile = pid % tiles
+        head = (pid // tiles) % heads
+        sequence = pid // tiles // heads
+    else:
+        unit, tile = unit_and_slot(pid, batch * heads, tiles, together)
+        sequence = unit // heads
+        head = unit - sequence * heads
+    return sequence, head, tile
+
+
+@gluon.jit
 def place_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
     left, right, right_top_left, tiles_kv, together, tiles,
     BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Where the program with this id works: the first keys first, which most queries see; see `unit_and_slot`."""
-    units = num_heads_kv
-    if offsets_kv is None:
-        units = num_heads_kv * batch
-    unit, tile_kv = unit_and_slot(gl.program_id(0), units, tiles_kv, together)
-    sequence = unit // num_heads_kv
-    head_kv = unit - sequence * num_heads_kv
+    """Where the program with this id works: the first keys first, which most queries see; see `take_place`."""
+    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, together)
     if offsets_kv is not None:
         sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
         tile_kv -= gl.load(offsets_kv + sequence) // BLOCK_KV + sequence

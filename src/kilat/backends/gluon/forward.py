@@ -264,12 +264,14 @@ def forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
     for w in gl.static_range(Q_STAGES * CONSUMERS):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_free.index(w), count=1)
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(turn.index(w), count=1)
+    turn = v_raw
+    if TURNS:
+        turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.init(turn.index(w), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_free.index(i), count=CONSUMERS)

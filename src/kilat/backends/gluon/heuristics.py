@@ -116,16 +116,16 @@ def heads_together(problem: Problem, budget: int = L2_BUDGET) -> int:
     return fit * problem.group
 
 
-def heads_at_a_time(problem: Problem, heads: int, tiles: int) -> int:
+def heads_at_a_time(problem: Problem, heads: int, tiles: int) -> int | None:
     """Heads (of all sequences) whose tiles a backward kernel takes by turns, the longest first.
 
-    Where tiles are equally long, or the lengths are not known here: one after another. Else as many as fill the GPU, or
-    the last head would begin with its longest tiles when the others are done: 5 to 7 % at 512 to 8k, head_dim 128, and
-    12 % with groups of heads, whose tiles are longer; for these twice as many.
+    None, one after another, where tiles are equally long, or the lengths are not known here. Else as many as fill the
+    GPU, or the last head would begin with its longest tiles when the others are done: 5 to 7 % at 512 to 8k, head_dim
+    128, and 12 % with groups of heads, whose tiles are longer; for these twice as many.
     """
     bounds = affine(problem.mask)
     if problem.layout == "ragged" or bounds is None or bounds.kind not in ((False, True, False), (False, False, True)):
-        return 1
+        return None
     wanted = -(-PROCESSORS * (2 if heads < problem.num_heads_q else 1) // max(tiles, 1))
     return max(1, min(wanted, heads * problem.batch))
 
