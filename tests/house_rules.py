@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kv", "accuracy", "validate", "backends", "tune"}),
     frozenset({"dispatch"}),
     frozenset({"plan"}),
+    frozenset({"shortcut"}),
     frozenset({"autograd", "functorch", "compiled", "batching"}),
     frozenset({"gather"}),
     frozenset({"api", "explaining", "merging"}),

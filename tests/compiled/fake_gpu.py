@@ -20,6 +20,7 @@ import triton
 from offline import Driver, target_of
 from triton.backends.nvidia import driver as nvidia
 
+from kilat.backends import common
 from kilat.backends.gluon import backward_launch, forward_launch, launching
 from kilat.backends.gluon._compat import _parameter_sizes
 from kilat.masks import Causal, Window
@@ -72,6 +73,7 @@ def pretend() -> None:
     torch.Tensor.get_device = lambda self: 0  # type: ignore[method-assign]
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = lambda device: STREAM  # type: ignore[attr-defined]
+    common.empty_on_gpu = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
     forward_launch._processors = lambda device: 132  # type: ignore[assignment]
     triton.runtime.driver.set_active(Gpu())
 

@@ -1,4 +1,4 @@
-"""What the GPU backends share: starting a compiled CUDA kernel with arguments that were packed beforehand.
+"""What the GPU backends share: memory, and starting a compiled CUDA kernel with arguments that were packed beforehand.
 
 Triton's launchers take every argument as a Python object at every launch, 113 of them in the Hopper forward. A `Launch`
 writes the addresses that change into a block of packed arguments and calls the driver through ctypes.
@@ -12,8 +12,10 @@ import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MAP_BYTES = 128
 POINTER_BYTES = 8
@@ -43,6 +45,30 @@ def check(code: int, what: str) -> None:
         driver().cuGetErrorName(code, ctypes.byref(text))
         name = (text.value or b"unknown error").decode()
         raise RuntimeError(f"the CUDA driver must be able to {what}; got {name} ({code})")
+
+
+@lru_cache(maxsize=1024)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides."""
+    strides, step = list[int](), 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _allocator() -> Any:
+    """What torch's own compiled code allocates with, past the dispatcher; else `torch.empty_strided`, at 2 us more."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, "_empty_strided_cuda", _empty_strided)
+
+
+empty_on_gpu: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _allocator()
+"""(shape, strides, dtype): uninitialised memory on the current GPU."""
 
 
 class Kernel(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled
+from kilat.backends import common
+from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled, contiguous_strides
 from kilat.backends.gluon._compat import (
     UnexpectedError,
     arguments_of,
@@ -29,6 +30,13 @@ _GLUON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
 }
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
+    """Contiguous uninitialised memory on the current GPU, whose number is given; below 0: on the CPU."""
+    if device < 0:
+        return torch.empty(shape, dtype=dtype)
+    return common.empty_on_gpu(shape, contiguous_strides(shape), dtype)
 
 
 @dataclass(frozen=True)
