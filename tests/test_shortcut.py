@@ -235,6 +235,7 @@ def test_what_is_checked_or_copied_in_each_call(lookups: mock.Mock) -> None:
     for _ in range(5):
         assert torch.equal(dense(wide, k, v), wanted)
     assert lookups.call_count == 6
+    assert not shortcut._known
     offsets, wrong = torch.tensor([0, 1, 63], dtype=torch.int32), torch.tensor([0, 70, 63], dtype=torch.int32)
     for _ in range(5):
         kilat.ragged_attention(q[0], k[0], v[0], offsets, offsets)

@@ -6,7 +6,6 @@ writes the addresses that change into a block of packed arguments and calls the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 from functools import lru_cache
@@ -114,7 +113,9 @@ class Launch:
     """
 
     def __init__(self, kernel: Kernel, grid: int, arguments: Sequence[bytes | Changing], sources: Sequence[Source]):
-        self._kernel, self._grid, self._arguments, self._sources = kernel, grid, tuple(arguments), tuple(sources)
+        self._kernel, self._grid, self._arguments = kernel, grid, tuple(arguments)
+        self._maps = [(x.n, x.start, x.maps.of) for x in sources if x.maps is not None]
+        self._pointers = [(x.n, x.start) for x in sources if x.maps is None]
         self._sizes = [POINTER_BYTES if x.maps is None else x.maps.size for x in sources]
         kinds = ["Q" if x.maps is None else f"{x.maps.size}s" for x in sources]
         self._pack = struct.Struct("<" + "".join(kinds)).pack_into
@@ -136,16 +137,12 @@ class Launch:
 
     def _filled(self, addresses: tuple[int, ...]) -> _Block:
         """A block with the values of addresses that have none."""
-        values: list[bytes | int] = []
-        for n, start, maps in self._sources:
-            address = addresses[n] + start
-            values.append(address if maps is None else maps.of(address))
-        block = None
-        if len(self._blocks) >= MAX_BLOCKS:
-            with contextlib.suppress(KeyError):  # other threads took them all
-                _, block = self._blocks.popitem()
-        block = block or self._block()
-        self._pack(block.memory, block.values, *values)
+        try:
+            block = self._blocks.popitem()[1] if len(self._blocks) >= MAX_BLOCKS else self._block()
+        except KeyError:  # other threads took them all
+            block = self._block()
+        maps = [of(addresses[n] + start) for n, start, of in self._maps]
+        self._pack(block.memory, block.values, *maps, *[addresses[n] + start for n, start in self._pointers])
         return block
 
     def _block(self) -> _Block:
