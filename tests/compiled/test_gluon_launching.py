@@ -106,6 +106,7 @@ def test_triton_launches_what_is_unknown() -> None:
         mock.patch.object(torch.Tensor, "get_device", return_value=0),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
         mock.patch.object(launching, "launch_through_triton", launched),
+        mock.patch.object(_compat.kernel_files, "check") as checked,
     ):
         with pytest.warns(RuntimeWarning, match="num_ctas must be 1; got 2"):
             steps = launching.Steps([launching.Step(jit, 9, [launching.Of(0), 5], [64], tensors=[x])])
@@ -113,6 +114,7 @@ def test_triton_launches_what_is_unknown() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             steps([x], (x.data_ptr(),))
+    checked.assert_called_once_with(kernel)
     ((made, grid, stream, arguments), _) = launched.call_args
     assert (made, grid, stream) == (kernel, 9, 7)
     assert arguments[0].data_ptr() == x.data_ptr()

@@ -62,6 +62,8 @@ class GluonBackend:
     def _beyond_the_problem(self, problem: Problem) -> list[str]:
         """Reasons that lie in the installation, and the backward's own."""
         try:
+            if _capability(problem.device) is not None:
+                _module("_compat").hashing()  # meanwhile the kernels are imported
             _module("forward_launch")
             return _module("backward_launch").unsupported(problem) if problem.needs_grad else []
         except ImportError as error:
