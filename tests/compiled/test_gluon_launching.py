@@ -56,6 +56,12 @@ def test_same_bytes(name: str) -> None:
 
 
 @needs_compiler
+def test_no_length_is_compiled_in() -> None:
+    """But that full attention has one more backward, for keys whose number is a multiple of 128."""
+    assert found()["other lengths"] == ["backward_kernel"]
+
+
+@needs_compiler
 def test_hooks_are_called() -> None:
     assert found()["hooked"] == [FORWARD, *(BEFORE, MAIN, AFTER) * 2]
     assert found()["not hooked any more"] == []
