@@ -28,6 +28,7 @@ round through too many addresses still finds most of them."""
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _STREAM = 32  # where the stream stands in a CUlaunchConfig
 _CONFIG = struct.Struct("<IIIIIIIxxxxQQIxxxx")  # CUlaunchConfig; stream, attributes and their number come last
+_VALUES = 128  # where values start in a block; a multiple of what tensor maps must be aligned to
 _L2_PROMOTION_128B = 2
 
 
@@ -121,6 +122,7 @@ class Launch:
         self._pack = struct.Struct("<" + "".join(kinds)).pack_into
         self._function: Any = ctypes.c_void_p.from_param(kernel.function)  # arguments made beforehand cost less
         self._start = driver().cuLaunchKernelEx
+        self._template, self._places = self._layout()
         self._blocks: dict[tuple[int, ...], _Block] = {}
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
@@ -145,29 +147,32 @@ class Launch:
         self._pack(block.memory, block.values, *maps, *[addresses[n] + start for n, start in self._pointers])
         return block
 
-    def _block(self) -> _Block:
-        """[configuration, values, constants, addresses of the arguments], the values at a multiple of 128 bytes."""
-        constants = [x for x in self._arguments if isinstance(x, bytes)]
-        fixed = sum(self._sizes)
-        size = 128 + fixed + sum(_rounded(len(x)) for x in constants) + 8 * len(self._arguments)
-        memory = ctypes.create_string_buffer(size + 128)
-        first = ctypes.addressof(memory)
-        values = 128 - first % 128 + 128
-        starts = [values + sum(self._sizes[:n]) for n in range(len(self._sizes))]
-        at, places = values + fixed, list[int]()
+    def _layout(self) -> tuple[bytes, list[int]]:
+        """A block but for what lies where it lies: [configuration, values, constants], and where arguments stand."""
+        threads, shared = self._kernel.threads, self._kernel.shared
+        config = _CONFIG.pack(self._grid, 1, 1, threads, 1, 1, shared, 0, 0, 0)
+        starts = [_VALUES + sum(self._sizes[:n]) for n in range(len(self._sizes))]
+        made, places = config.rjust(_VALUES, b"\0") + bytes(sum(self._sizes)), list[int]()
         for x in self._arguments:
             if isinstance(x, bytes):
-                memory[at : at + len(x)] = x
-                places.append(first + at)
-                at += _rounded(len(x))
+                places.append(len(made))
+                made += x.ljust(_rounded(len(x)), b"\0")
             else:
-                places.append(first + starts[x.value] + x.start)
-        struct.pack_into(f"<{len(places)}Q", memory, at, *places)
-        config = values - _CONFIG.size
-        threads, shared = self._kernel.threads, self._kernel.shared
-        _CONFIG.pack_into(memory, config, self._grid, 1, 1, threads, 1, 1, shared, 0, 0, 0)
+                places.append(starts[x.value] + x.start)
+        return made, places
+
+    def _block(self) -> _Block:
+        """[configuration, values, constants, addresses of the arguments], the values at a multiple of 128 bytes."""
+        size, count = len(self._template), len(self._places)
+        memory = ctypes.create_string_buffer(_VALUES + size + POINTER_BYTES * count)
+        first = ctypes.addressof(memory)
+        start = -first % _VALUES
+        ctypes.memmove(first + start, self._template, size)
+        struct.pack_into(f"<{count}Q", memory, start + size, *[first + start + place for place in self._places])
+        config = start + _VALUES - _CONFIG.size
         stream = ctypes.c_uint64.from_buffer(memory, config + _STREAM)
-        return _Block(memory, values, stream, ctypes.byref(memory, config), ctypes.byref(memory, at))
+        arguments = ctypes.byref(memory, start + size)
+        return _Block(memory, start + _VALUES, stream, ctypes.byref(memory, config), arguments)
 
 
 def _rounded(size: int) -> int:
