@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kv", "accuracy", "validate", "backends", "tune"}),
     frozenset({"dispatch"}),
     frozenset({"plan"}),
+    frozenset({"shortcut"}),
     frozenset({"autograd", "functorch", "compiled", "batching"}),
     frozenset({"gather"}),
     frozenset({"api", "explaining", "merging"}),
@@ -48,7 +49,7 @@ DSL_OWNERS = {
     "triton": ("backends.triton", "backends.gluon"),
     "cuda": ("backends.cutile",),
 }
-SHARED_BACKEND_MODULES = frozenset({"protocol", "registry", "common"})
+SHARED_BACKEND_MODULES = frozenset({"protocol", "registry", "common", "kernel_files"})
 
 # Signatures that somebody else fixed: the public API is a contract, torch and typer prescribe how they call back.
 PROTOCOL_METHODS = frozenset({"__array_ufunc__", "__array_function__", "__torch_function__", "__torch_dispatch__"})

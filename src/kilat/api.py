@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kilat.autograd import run
-from kilat.gather import autocast, modifiers
+from kilat.autograd import again, run
+from kilat.gather import autocast, find_equal, modifiers
 from kilat.kv import Cache
 from kilat.masks import Causal, Mask
 from kilat.numpy_door import as_int32, as_numpy, as_tensors, is_numpy, torch_dtype
 from kilat.plan import PLAIN, names_of
 from kilat.problem import Operands, Options
+from kilat.shortcut import distinct, find
 from kilat.validate_basic import check_flag, check_host_int, fail
 
 if TYPE_CHECKING:
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     from kilat.scores import ScoreModifier
 
 _any_autocast = torch._C._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
+
+
+def _may_be_known(scale: Any, deterministic: Any, return_lse: Any, backend: Any) -> bool:
+    """Whether these can stand in a key (True equals 1 there), and no tracer looks on."""
+    flags = type(deterministic) is bool and type(return_lse) is bool
+    return flags and (scale is None or type(scale) is float) and type(backend) is str and not _is_compiling()
+
+
+def _is_hint(x: Any) -> bool:
+    return x is None or (type(x) is int and x >= 0)
 
 
 def attention(
@@ -56,8 +68,18 @@ def attention(
     Returns out [batch, seqlen_q, num_heads_q, head_dim_v], and with return_lse also lse [batch, num_heads_q, seqlen_q].
     Raises TypeError or ValueError naming the argument, UnsupportedError if no backend that `backend` allows can do it.
     """
+    site = None
+    alone = scores == () and sink is None and dropout is None and out_dtype is None
+    if alone and seqlens_q is None and seqlens_kv is None and _may_be_known(scale, deterministic, return_lse, backend):
+        rest = "dense", scale, deterministic, backend
+        plan = find(mask, rest, q, k, v)
+        if plan is None:
+            plan, site = find_equal(mask, rest, q, k, v)
+        if plan is not None:
+            return again(plan, None, return_lse, (q, k, v))
     arrays = type(q) is not Tensor and is_numpy(q, k, v)
     if arrays:
+        site = None
         q, k, v, sink = as_tensors({"q": q, "k": k, "v": v, "sink": sink})
         seqlens_q, seqlens_kv = as_int32({"seqlens_q": seqlens_q, "seqlens_kv": seqlens_kv})
         out_dtype = torch_dtype(out_dtype)
@@ -68,11 +90,12 @@ def attention(
     operands.seqlens_q, operands.seqlens_kv = seqlens_q, seqlens_kv
     if _any_autocast():
         autocast(operands, cached=False)
+        site = None
     structure, ordered, kind, p = parts
     options = Options("dense", structure, ordered, scale, kind, p, out_dtype, deterministic, False, None, backend)
     plain = sink is None and dropout is None and seqlens_q is None and seqlens_kv is None and ordered == ()
     names = PLAIN if plain and operands.mask_tensors == () else names_of(operands)
-    result = run(options, operands, names, return_lse)
+    result = run(options, operands, names, return_lse, site)
     return as_numpy(result) if arrays else result
 
 
@@ -106,8 +129,22 @@ def ragged_attention(
 
     Returns out [total_q, num_heads_q, head_dim_v], and with return_lse also lse [num_heads_q, total_q].
     """
+    site = None
+    alone = scores == () and sink is None and dropout is None and out_dtype is None and type(batch_invariant) is bool
+    hinted = _is_hint(max_seqlen_q) and _is_hint(max_seqlen_kv)
+    if alone and hinted and _may_be_known(scale, deterministic, return_lse, backend):
+        offsets = distinct(cu_seqlens_q, cu_seqlens_kv)
+        rest = "ragged", scale, deterministic, backend, batch_invariant, len(offsets)
+        plan = find(mask, rest, q, k, v, *offsets)
+        if plan is None:
+            plan, site = find_equal(mask, rest, q, k, v, *offsets)
+        if plan is not None:
+            operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+            operands.max_seqlen_q, operands.max_seqlen_kv = max_seqlen_q, max_seqlen_kv
+            return again(plan, operands, return_lse, (q, k, v, cu_seqlens_q, cu_seqlens_kv))
     arrays = type(q) is not Tensor and is_numpy(q, k, v)
     if arrays:
+        site = None
         q, k, v, sink = as_tensors({"q": q, "k": k, "v": v, "sink": sink})
         cu_seqlens_q, cu_seqlens_kv = as_int32({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv})
         out_dtype = torch_dtype(out_dtype)
@@ -122,10 +159,11 @@ def ragged_attention(
     operands.max_seqlen_q, operands.max_seqlen_kv = max_seqlen_q, max_seqlen_kv
     if _any_autocast():
         autocast(operands, cached=False)
+        site = None
     options = Options(
         "ragged", structure, ordered, scale, kind, p, out_dtype, deterministic, batch_invariant, None, backend
     )
-    result = run(options, operands, names_of(operands), return_lse)
+    result = run(options, operands, names_of(operands), return_lse, site)
     return as_numpy(result) if arrays else result
 
 

@@ -13,8 +13,9 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from kilat import views
-from kilat.plan import lookup
+from kilat.plan import PLAIN, lookup
 from kilat.problem import Operands
+from kilat.shortcut import remember
 from kilat.validate import problem_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from kilat.plan import Plan
     from kilat.problem import Grads, Options
+    from kilat.shortcut import Site
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _is_compiling = torch.compiler.is_compiling
@@ -56,8 +58,10 @@ def call_of(options: Options, operands: Operands, names: tuple[str, ...], return
     return Call(options, names, return_lse, operands.max_seqlen_q, operands.max_seqlen_kv, seed, offset)
 
 
-def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse: bool) -> Any:
-    """Attention through the door that fits: out, or (out, lse) if `return_lse`."""
+def run(
+    options: Options, operands: Operands, names: tuple[str, ...], return_lse: bool, site: Site | None = None
+) -> Any:
+    """Attention through the door that fits: out, or (out, lse) if `return_lse`. `site`: see `shortcut.remember`."""
     if _is_compiling():
         return _compiled_run(options, operands, names, return_lse)
     types = (type(operands.q), type(operands.k), type(operands.v))
@@ -74,10 +78,19 @@ def run(options: Options, operands: Operands, names: tuple[str, ...], return_lse
         plan.check(operands)
     if plan.fixes:
         views.apply(operands, plan.fixes)
+    if site is not None:
+        remember(site, operands, plan)
     if plan.wanted:
-        out, lse = _Attention.apply(plan, operands, return_lse, *operands.flatten(names))
-    else:
-        out, lse = plan.backend.forward(plan.problem, operands)
+        return _Attention.apply(plan, operands, return_lse, *operands.flatten(names))
+    out, lse = plan.backend.forward(plan.problem, operands)
+    return (out, lse) if return_lse else out
+
+
+def again(plan: Plan, operands: Operands | None, return_lse: bool, tensors: tuple[Tensor, ...]) -> Any:
+    """Attention by a plan that `shortcut.find` found for these tensors; operands None: there are q, k and v alone."""
+    if plan.wanted:
+        return _apply(plan, operands, return_lse, *tensors)
+    out, lse = plan.direct(*tensors) if operands is None else plan.backend.forward(plan.problem, operands)
     return (out, lse) if return_lse else out
 
 
@@ -89,6 +102,8 @@ def _compiled_run(options: Options, operands: Operands, names: tuple[str, ...], 
 
 def flat_gradients(grads: Grads, names: tuple[str, ...], wanted: Sequence[bool]) -> list[Tensor | None]:
     """The gradients in the order of `names`, None where not wanted."""
+    if names is PLAIN:
+        return [grad if want else None for grad, want in zip((grads.q, grads.k, grads.v), wanted, strict=True)]
     found: list[Tensor | None] = []
     for name, want in zip(names, wanted, strict=True):
         kind, _, index = name.partition(".")
@@ -103,36 +118,47 @@ def flat_gradients(grads: Grads, names: tuple[str, ...], wanted: Sequence[bool])
 
 
 class _Attention(torch.autograd.Function):
-    """(plan, operands, return_lse, *flat operands) -> (out, lse); the flat operands are those that autograd follows."""
+    """(plan, operands, return_lse, *flat operands) -> out or (out, lse); autograd follows the flat operands.
+
+    Operands are None where the flat ones are all there is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, operands: Operands, return_lse: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = plan.backend.forward(plan.problem, operands)
+    def forward(ctx: Any, plan: Plan, operands: Operands | None, return_lse: bool, *tensors: Tensor) -> Any:
+        if operands is None:
+            out, lse = plan.direct(*tensors)
+            ctx.call = plan.options, plan.names, return_lse
+        else:
+            out, lse = plan.backend.forward(plan.problem, operands)
+            ctx.call = call_of(plan.options, operands, plan.names, return_lse)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.plan = plan
-        ctx.call = call_of(plan.options, operands, plan.names, return_lse)
         ctx.set_materialize_grads(False)
-        if not return_lse:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         *tensors, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
         if dout is None and dlse is None:
             return (None,) * (3 + len(tensors))
+        call = ctx.call if isinstance(ctx.call, Call) else Call(*ctx.call)
         if torch.is_grad_enabled():
             # create_graph=True: gradients that carry the message that there are no second ones.
             from kilat import functorch
 
-            grads = functorch.backward(ctx.call, wanted, tensors, out, lse, dout, dlse)
+            grads = functorch.backward(call, wanted, tensors, out, lse, dout, dlse)
         else:
-            grads = run_backward(plan, ctx.call.operands(tensors), wanted, out, lse, dout, dlse)
+            operands = Operands(*tensors) if plan.names is PLAIN else call.operands(tensors)
+            grads = run_backward(plan, operands, wanted, out, lse, dout, dlse)
         return None, None, None, *grads
+
+
+_apply: Any = getattr(super(torch.autograd.Function, _Attention), "apply")  # noqa: B009 (torch has no type for it)
+"""`_Attention.apply` without its look for transforms of torch.func, which a guard has done."""
 
 
 def run_backward(

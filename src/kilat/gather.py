@@ -12,12 +12,14 @@ from kilat.dropout import Dropout
 from kilat.masks import Mask
 from kilat.numpy_door import as_tensor
 from kilat.scores import ScoreModifier, in_order
+from kilat.shortcut import Site, find
 from kilat.structure import Structured
 from kilat.validate_basic import fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kilat.plan import Plan
     from kilat.problem import Operands
 
 DropoutKind = Literal["", "philox", "keep"]
@@ -44,6 +46,19 @@ def parts_of(x: Structured) -> tuple[Any, tuple[Tensor, ...]]:
     key = id(x)
     _memo[key] = weakref.ref(x, lambda _: _memo.pop(key, None)), structure, tensors
     return structure, tensors
+
+
+def find_equal(mask: Any, rest: tuple[Any, ...], *tensors: Any) -> tuple[Plan | None, Site | None]:
+    """The plan of an earlier call with an equal mask that `shortcut.find` does not know, and where to remember one.
+
+    None for what is not there; masks with tensors equal no other.
+    """
+    if mask is None:
+        return None, Site(None, rest)
+    same = _structures.get(mask) if isinstance(mask, Mask) else None
+    if not isinstance(same, Mask):
+        return None, None
+    return None if same is mask else find(same, rest, *tensors), Site(same, rest)
 
 
 def modifiers(mask: Any, scores: Any, sink: Any, dropout: Any, operands: Operands) -> Modifiers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 
 from kilat import config
 from kilat.dispatch import choose
-from kilat.problem import present_names
+from kilat.problem import Operands, present_names
 from kilat.validate import problem_of
 from kilat.validate_values import check_values, has_values
 from kilat.views import Fix, fixes_of
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kilat.backends.protocol import Backend
-    from kilat.problem import Operands, Options, Problem
+    from kilat.problem import Options, Problem
+
+Direct = Callable[["Tensor", "Tensor", "Tensor"], "tuple[Tensor, Tensor]"]
+"""(q, k, v) -> (out, lse)."""
 
 PLAIN = ("q", "k", "v")
 """The operands of a call without any optional tensor."""
@@ -33,7 +37,19 @@ _plans: dict[Any, Plan] = {}
 class Plan:
     """What a kind of call needs: its Problem, the backend, the operands' names and how some of them must be viewed."""
 
-    __slots__ = ("_backward", "backend", "checked", "fixes", "names", "options", "problem", "wanted")
+    __slots__ = (
+        "_backward",
+        "backend",
+        "checked",
+        "direct",
+        "due",
+        "fixes",
+        "names",
+        "options",
+        "problem",
+        "uses",
+        "wanted",
+    )
 
     def __init__(self, options: Options, operands: Operands, names: tuple[str, ...], wanted: tuple[bool, ...]) -> None:
         self.options = options
@@ -43,7 +59,19 @@ class Plan:
         self.backend: Backend = choose(self.problem, options.backend)
         self.fixes: tuple[Fix, ...] = fixes_of(options, operands, names)
         self.checked = has_values(operands) and (operands.q.device.type == "cpu" or config.check_values())
+        self.uses, self.due = 0, 2  # see `shortcut.remember`
+        self.direct: Direct = self._direct
+        """The forward of q, k and v of a call that has no other tensors."""
         self._backward: dict[tuple[bool, ...], Problem] = {}
+
+    def _direct(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.backend.forward(self.problem, Operands(q, k, v))
+
+    def prepare(self, operands: Operands) -> None:
+        """Let the backend shorten `direct`, if it can."""
+        shorten = getattr(self.backend, "direct", None)
+        if shorten is not None and self.names == PLAIN:
+            self.direct = shorten(self.problem, operands) or self.direct
 
     def check(self, operands: Operands) -> None:
         """Raise ValueError if lengths, offsets or page tables hold values that cannot be."""
@@ -121,6 +149,8 @@ def lookup(options: Options, operands: Operands, names: tuple[str, ...], grad: b
                 wanted = tuple([x.requires_grad for x in extras])
         if True in wanted:
             key += (wanted,)
+        if bool in (type(options.scale), type(options.num_splits)):  # True equals 1, so it would find the plan of 1
+            problem_of(options, operands)
         if operands.out is not None:
             key += ("out", *_meta(operands.out), grad and operands.out.requires_grad)
         plan = _plans.get(key)

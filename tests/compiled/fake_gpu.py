@@ -20,6 +20,7 @@ import triton
 from offline import Driver, target_of
 from triton.backends.nvidia import driver as nvidia
 
+from kilat.backends import common
 from kilat.backends.gluon import backward_launch, forward_launch, launching
 from kilat.backends.gluon._compat import _parameter_sizes
 from kilat.masks import Causal, Window
@@ -72,6 +73,7 @@ def pretend() -> None:
     torch.Tensor.get_device = lambda self: 0  # type: ignore[method-assign]
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = lambda device: STREAM  # type: ignore[attr-defined]
+    common.empty_on_gpu = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
     forward_launch._processors = lambda device: 132  # type: ignore[assignment]
     triton.runtime.driver.set_active(Gpu())
 
@@ -133,6 +135,21 @@ def run(problem: Problem, operands: Operands) -> None:
     backward_launch.backward(problem, operands, out, lse, out, lse)
 
 
+def of_other_lengths() -> list[str]:
+    """The kernels that Triton is asked for when lengths and batches differ from those of `CASES`."""
+    asked: list[str] = []
+
+    def listen(*, metadata: dict[str, Any], **rest: Any) -> None:
+        asked.append(metadata["name"])
+
+    triton.knobs.compilation.listener = listen
+    for name in ("d128-causal", "d64-window", "d72-deterministic", "ragged"):
+        for seqlen in (1, 63, 128, 1000):
+            run(*call(**{**CASES[name], "seqlen": seqlen}))
+    triton.knobs.compilation.listener = None
+    return asked
+
+
 def main(folder: str) -> None:
     """Compare all cases; then launch with a hook, which only Triton's launcher calls."""
     library = load(Path(folder))
@@ -143,6 +160,7 @@ def main(folder: str) -> None:
         launching.Steps.__call__ = comparing(library, found[name])  # type: ignore[method-assign]
         run(*call(**arguments))
     launching.Steps.__call__ = real  # type: ignore[method-assign]
+    found["other lengths"] = of_other_lengths()
     names: list[str] = []
 
     def hook(metadata: Any) -> None:

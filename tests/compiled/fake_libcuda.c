@@ -52,9 +52,12 @@ int cuTensorMapEncodeTiled(uint64_t *map, int dtype, uint32_t rank, void *addres
   return (uint64_t)address % 16 != 0;
 }
 
+/* Handles follow from names: a kernel that is loaded twice is one. */
 int cuModuleGetFunction(void **function, void *module, const char *name) {
-  static uintptr_t last = 0;
-  *function = (void *)(last += 16);
+  uintptr_t hash = 5381;
+  while (*name)
+    hash = hash * 33 + (unsigned char)*name++;
+  *function = (void *)(hash << 4 & 0x7ffffffff0);
   return 0;
 }
 int cuDeviceGet(int *device, int number) { return *device = number, 0; }
@@ -62,12 +65,18 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { return *value 
 int cuCtxGetCurrent(void **context) { return *context = (void *)1, 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)1, 0; }
-int cuModuleLoadData(void **module, const void *data) { return *module = (void *)2, 0; }
+int cuModuleLoadData(void **module, const void *data) {
+  *module = (void *)2;
+  return memcmp(data, "\177ELF", 4) ? 200 : 0; /* CUDA_ERROR_INVALID_IMAGE */
+}
 int cuFuncGetAttribute(int *value, int attribute, void *function) { return *value = 1024, 0; }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
 int cuFuncSetCacheConfig(void *function, int config) { return 0; }
 int cuPointerGetAttribute(uint64_t *value, int attribute, uint64_t pointer) { return *value = pointer, 0; }
-int cuGetErrorString(int error, const char **text) { return *text = "fake", 0; }
+int cuGetErrorString(int error, const char **text) {
+  *text = error == 200 ? "device kernel image is invalid" : "fake";
+  return 0;
+}
 int cuGetErrorName(int error, const char **text) { return *text = "FAKE", 0; }
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { return *version = 13000, 0; }

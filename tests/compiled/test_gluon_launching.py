@@ -56,6 +56,12 @@ def test_same_bytes(name: str) -> None:
 
 
 @needs_compiler
+def test_no_length_is_compiled_in() -> None:
+    """But that full attention has one more backward, for keys whose number is a multiple of 128."""
+    assert found()["other lengths"] == ["backward_kernel"]
+
+
+@needs_compiler
 def test_hooks_are_called() -> None:
     assert found()["hooked"] == [FORWARD, *(BEFORE, MAIN, AFTER) * 2]
     assert found()["not hooked any more"] == []
@@ -106,6 +112,7 @@ def test_triton_launches_what_is_unknown() -> None:
         mock.patch.object(torch.Tensor, "get_device", return_value=0),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
         mock.patch.object(launching, "launch_through_triton", launched),
+        mock.patch.object(_compat.kernel_files, "check") as checked,
     ):
         with pytest.warns(RuntimeWarning, match="num_ctas must be 1; got 2"):
             steps = launching.Steps([launching.Step(jit, 9, [launching.Of(0), 5], [64], tensors=[x])])
@@ -113,6 +120,7 @@ def test_triton_launches_what_is_unknown() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             steps([x], (x.data_ptr(),))
+    checked.assert_called_once_with(kernel)
     ((made, grid, stream, arguments), _) = launched.call_args
     assert (made, grid, stream) == (kernel, 9, 7)
     assert arguments[0].data_ptr() == x.data_ptr()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, Case
 from gpu_calls import on_gpu, reasons
-from helpers import build, expected, same_bits
+from helpers import Call, build, expected, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -58,26 +60,112 @@ def test_deterministic(case: Case, backend: str) -> None:
         assert all(same_bits(first[2][name].cpu(), again[2][name].cpu()) for name in first[2])
 
 
-def test_other_stream_and_graph() -> None:
-    """A captured graph replays on new values, from a stream that is not the default one."""
-    case = Case("graph", seqlen=(65, 129), mask="causal", dtype="bfloat16", heads=(4, 2))
-    call = on_gpu(build(case))
-    call.run("triton")  # compiled before the capture
+LAYOUTS = {
+    "dense": {},
+    "ragged": {"layout": "ragged", "lengths_q": (65, 1, 129), "lengths_kv": (65, 7, 129), "batch": 3},
+}
+
+
+def small(name: str, **more: Any) -> Case:
+    """A case that every backend takes, with a tail in each block."""
+    return Case(name, **({"seqlen": (129, 193), "mask": "causal", "dtype": "bfloat16", "heads": (4, 2)} | more))
+
+
+def all_of(call: Call, backend: str, deterministic: bool = True) -> list[torch.Tensor]:
+    """out, lse and the gradients of q, k and v."""
+    out, lse, grads = call.gradients(backend, deterministic=deterministic)
+    return [out, lse, *grads.values()]
+
+
+def check_same(found: list[torch.Tensor], wanted: list[torch.Tensor], deterministic: bool = True) -> None:
+    """The same bits; but for dQ, whose parts are summed in any order, if not deterministic."""
+    for n, (got, want) in enumerate(zip(found, wanted, strict=True)):
+        if n == 2 and not deterministic:
+            assert torch.allclose(got.cpu().float(), want.cpu().float(), rtol=0.02, atol=0.02)
+        else:
+            assert same_bits(got.cpu(), want.cpu()), f"result number {n}"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_stream_and_graph(backend: str, layout: str, deterministic: bool) -> None:
+    """A captured graph of forward and backward replays on new values, from a stream that is not the default one."""
+    call = on_gpu(build(small("graph", **LAYOUTS[layout])))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        out, lse = call.run("triton")
-    call.q.mul_(0.5)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiled, and known by its guard, before the capture
+            before = all_of(call, backend, deterministic)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = all_of(call, backend, deterministic)
+    for x in (call.q, call.k, call.v, call.dout):
+        x.mul_(0.5)
+    for x in captured:
+        x.fill_(torch.nan)
     graph.replay()
     torch.cuda.synchronize()
-    wanted = call.run("triton")
-    assert same_bits(out.cpu(), wanted[0].cpu())
-    assert same_bits(lse.cpu(), wanted[1].cpu())
+    found = [x.clone() for x in captured]
+    assert not same_bits(before[0].cpu(), found[0].cpu())
+    check_same(found, all_of(call, backend, deterministic), deterministic)
 
 
-def test_second_gpu() -> None:
-    """Work goes to the tensors' GPU whichever is current."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_streams_do_not_wait_for_one_another(backend: str) -> None:
+    """Work is put on the current stream: what another one has still to do does not change a result."""
+    call = on_gpu(build(small("streams")))
+    wanted = all_of(call, backend)
+    busy, stream = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    fresh = dataclasses.replace(call, q=torch.full_like(call.q, torch.nan))
+    with torch.cuda.stream(stream):
+        for _ in range(50):
+            busy = busy @ busy * 1e-3
+        fresh.q.copy_(call.q)  # long after the host has gone on: a launch on the default stream would read NaN
+        found = all_of(fresh, backend)
+    torch.cuda.synchronize()
+    check_same(found, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_new_thread(backend: str) -> None:
+    """A thread that has not used the GPU yet, with tensors that no earlier call had."""
+    call = on_gpu(build(small("thread")))
+    wanted = all_of(call, backend)
+    for given in (call, on_gpu(build(small("thread")))):
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(all_of, given, backend).result()
+        check_same(found, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mixed_devices(backend: str) -> None:
+    """Named, whichever tensor it is."""
+    call = on_gpu(build(small("mixed")))
+    for name in ("k", "v"):
+        with pytest.raises(ValueError, match=f"{name} must be on q's device cuda:0; got device=cpu"):
+            dataclasses.replace(call, **{name: getattr(call, name).cpu()}).run(backend)
+    ragged = on_gpu(build(small("mixed-ragged", **LAYOUTS["ragged"])))
+    lengths = {name: x.cpu() for name, x in ragged.lengths.items()}
+    with pytest.raises(ValueError, match="cu_seqlens_q must be on q's device cuda:0; got device=cpu"):
+        dataclasses.replace(ragged, lengths=lengths).run(backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_gpu(backend: str, layout: str) -> None:
+    """Work goes to the tensors' GPU whichever is current, forward and backward, again and again."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    case = Case("second", seqlen=(65, 65), mask="causal", dtype="float16")
-    out, lse = on_gpu(build(case), "cuda:1").run("triton")
-    expected(case).check({"out": out, "lse": lse})
+    case = small("second", **LAYOUTS[layout])
+    first = all_of(on_gpu(build(case)), backend)
+    call = on_gpu(build(case), "cuda:1")
+    assert torch.cuda.current_device() == 0
+    for _ in range(4):
+        found = all_of(call, backend)
+        assert all(x.device == torch.device("cuda:1") for x in found)
+        assert torch.cuda.current_device() == 0
+    check_same(found, first)
+    with pytest.raises(ValueError, match="k must be on q's device cuda:1; got device=cuda:0"):
+        dataclasses.replace(call, k=call.k.to("cuda:0")).run(backend)

@@ -1,4 +1,4 @@
-"""What the GPU backends share: starting a compiled CUDA kernel with arguments that were packed beforehand.
+"""What the GPU backends share: memory, and starting a compiled CUDA kernel with arguments that were packed beforehand.
 
 Triton's launchers take every argument as a Python object at every launch, 113 of them in the Hopper forward. A `Launch`
 writes the addresses that change into a block of packed arguments and calls the driver through ctypes.
@@ -6,14 +6,15 @@ writes the addresses that change into a block of packed arguments and calls the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MAP_BYTES = 128
 POINTER_BYTES = 8
@@ -27,6 +28,7 @@ round through too many addresses still finds most of them."""
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _STREAM = 32  # where the stream stands in a CUlaunchConfig
 _CONFIG = struct.Struct("<IIIIIIIxxxxQQIxxxx")  # CUlaunchConfig; stream, attributes and their number come last
+_VALUES = 128  # where values start in a block; a multiple of what tensor maps must be aligned to
 _L2_PROMOTION_128B = 2
 
 
@@ -43,6 +45,30 @@ def check(code: int, what: str) -> None:
         driver().cuGetErrorName(code, ctypes.byref(text))
         name = (text.value or b"unknown error").decode()
         raise RuntimeError(f"the CUDA driver must be able to {what}; got {name} ({code})")
+
+
+@lru_cache(maxsize=1024)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides."""
+    strides, step = list[int](), 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _allocator() -> Any:
+    """What torch's own compiled code allocates with, past the dispatcher; else `torch.empty_strided`, at 2 us more."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, "_empty_strided_cuda", _empty_strided)
+
+
+empty_on_gpu: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _allocator()
+"""(shape, strides, dtype): uninitialised memory on the current GPU."""
 
 
 class Kernel(NamedTuple):
@@ -88,12 +114,15 @@ class Launch:
     """
 
     def __init__(self, kernel: Kernel, grid: int, arguments: Sequence[bytes | Changing], sources: Sequence[Source]):
-        self._kernel, self._grid, self._arguments, self._sources = kernel, grid, tuple(arguments), tuple(sources)
+        self._kernel, self._grid, self._arguments = kernel, grid, tuple(arguments)
+        self._maps = [(x.n, x.start, x.maps.of) for x in sources if x.maps is not None]
+        self._pointers = [(x.n, x.start) for x in sources if x.maps is None]
         self._sizes = [POINTER_BYTES if x.maps is None else x.maps.size for x in sources]
         kinds = ["Q" if x.maps is None else f"{x.maps.size}s" for x in sources]
         self._pack = struct.Struct("<" + "".join(kinds)).pack_into
         self._function: Any = ctypes.c_void_p.from_param(kernel.function)  # arguments made beforehand cost less
         self._start = driver().cuLaunchKernelEx
+        self._template, self._places = self._layout()
         self._blocks: dict[tuple[int, ...], _Block] = {}
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
@@ -110,41 +139,40 @@ class Launch:
 
     def _filled(self, addresses: tuple[int, ...]) -> _Block:
         """A block with the values of addresses that have none."""
-        values: list[bytes | int] = []
-        for n, start, maps in self._sources:
-            address = addresses[n] + start
-            values.append(address if maps is None else maps.of(address))
-        block = None
-        if len(self._blocks) >= MAX_BLOCKS:
-            with contextlib.suppress(KeyError):  # other threads took them all
-                _, block = self._blocks.popitem()
-        block = block or self._block()
-        self._pack(block.memory, block.values, *values)
+        try:
+            block = self._blocks.popitem()[1] if len(self._blocks) >= MAX_BLOCKS else self._block()
+        except KeyError:  # other threads took them all
+            block = self._block()
+        maps = [of(addresses[n] + start) for n, start, of in self._maps]
+        self._pack(block.memory, block.values, *maps, *[addresses[n] + start for n, start in self._pointers])
         return block
+
+    def _layout(self) -> tuple[bytes, list[int]]:
+        """A block but for what lies where it lies: [configuration, values, constants], and where arguments stand."""
+        threads, shared = self._kernel.threads, self._kernel.shared
+        config = _CONFIG.pack(self._grid, 1, 1, threads, 1, 1, shared, 0, 0, 0)
+        starts = [_VALUES + sum(self._sizes[:n]) for n in range(len(self._sizes))]
+        made, places = config.rjust(_VALUES, b"\0") + bytes(sum(self._sizes)), list[int]()
+        for x in self._arguments:
+            if isinstance(x, bytes):
+                places.append(len(made))
+                made += x.ljust(_rounded(len(x)), b"\0")
+            else:
+                places.append(starts[x.value] + x.start)
+        return made, places
 
     def _block(self) -> _Block:
         """[configuration, values, constants, addresses of the arguments], the values at a multiple of 128 bytes."""
-        constants = [x for x in self._arguments if isinstance(x, bytes)]
-        fixed = sum(self._sizes)
-        size = 128 + fixed + sum(_rounded(len(x)) for x in constants) + 8 * len(self._arguments)
-        memory = ctypes.create_string_buffer(size + 128)
+        size, count = len(self._template), len(self._places)
+        memory = ctypes.create_string_buffer(_VALUES + size + POINTER_BYTES * count)
         first = ctypes.addressof(memory)
-        values = 128 - first % 128 + 128
-        starts = [values + sum(self._sizes[:n]) for n in range(len(self._sizes))]
-        at, places = values + fixed, list[int]()
-        for x in self._arguments:
-            if isinstance(x, bytes):
-                memory[at : at + len(x)] = x
-                places.append(first + at)
-                at += _rounded(len(x))
-            else:
-                places.append(first + starts[x.value] + x.start)
-        struct.pack_into(f"<{len(places)}Q", memory, at, *places)
-        config = values - _CONFIG.size
-        threads, shared = self._kernel.threads, self._kernel.shared
-        _CONFIG.pack_into(memory, config, self._grid, 1, 1, threads, 1, 1, shared, 0, 0, 0)
+        start = -first % _VALUES
+        ctypes.memmove(first + start, self._template, size)
+        struct.pack_into(f"<{count}Q", memory, start + size, *[first + start + place for place in self._places])
+        config = start + _VALUES - _CONFIG.size
         stream = ctypes.c_uint64.from_buffer(memory, config + _STREAM)
-        return _Block(memory, values, stream, ctypes.byref(memory, config), ctypes.byref(memory, at))
+        arguments = ctypes.byref(memory, start + size)
+        return _Block(memory, start + _VALUES, stream, ctypes.byref(memory, config), arguments)
 
 
 def _rounded(size: int) -> int:

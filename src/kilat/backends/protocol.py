@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """An implementation of attention for some Problems."""
+    """An implementation of attention for some Problems.
+
+    It may also have `direct(problem, operands)`: a function (q, k, v) -> (out, lse) that does what `forward` does, for
+    tensors with shapes, dtypes, strides and device of those, and with less work a call; or None.
+    """
 
     name: str
 

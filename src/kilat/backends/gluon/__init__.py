@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kilat.masks.affine import affine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kilat.problem import Grads, Operands, Problem
@@ -60,6 +62,8 @@ class GluonBackend:
     def _beyond_the_problem(self, problem: Problem) -> list[str]:
         """Reasons that lie in the installation."""
         try:
+            if _capability(problem.device) is not None:
+                _module("_compat").hashing()  # meanwhile the kernels are imported
             _module("forward_launch")
             if problem.needs_grad:
                 _module("backward_launch")
@@ -71,6 +75,10 @@ class GluonBackend:
         """(out, lse) in the layouts of the semantics page."""
         self.forward = _module("forward_launch").forward  # from now on calls go straight to the host code
         return self.forward(problem, operands)
+
+    def direct(self, problem: Problem, operands: Operands) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """(q, k, v) -> (out, lse) for tensors like these; see `Backend`."""
+        return _module("forward_launch").direct(problem, operands)
 
     def backward(
         self, problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None

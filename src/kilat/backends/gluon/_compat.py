@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import nullcontext
+from functools import lru_cache
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -23,7 +26,9 @@ from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime.errors import OutOfResources
 
+from kilat.backends import kernel_files
 from kilat.backends.common import MAP_BYTES, POINTER_BYTES, Kernel, Tiled
 
 if TYPE_CHECKING:
@@ -69,6 +74,32 @@ def launch_through_triton(compiled: Any, grid: int, stream: int, arguments: Sequ
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1)
+def hashing() -> Thread:
+    """A thread in which Triton hashes its own files (0.3 s, once a process): part of the key of each cached kernel."""
+    thread = Thread(target=getattr(triton.runtime.cache, "triton_key", int), daemon=True)
+    thread.start()
+    return thread
+
+
+def compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], *, anew: bool = False) -> Any:
+    """The `CompiledKernel` for such arguments, compiled or read from disk; with `anew`, compiled in any case.
+
+    Raises what Triton raises, and DamagedError if its files have changed.
+    """
+    hashing().join()
+    with knobs.compilation.scope() if anew else nullcontext():
+        if anew:
+            knobs.compilation.always_compile = True
+            kernel.device_caches.clear()
+        made = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+        made = made.result() if hasattr(made, "result") else made
+    if anew:
+        kernel_files.forget(made)
+    kernel_files.check(made)
+    return made
+
+
 _SCALARS = {"i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _PLAIN = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}
 _PLAIN |= {"launch_cooperative_grid": False, "launch_pdl": False}
@@ -85,9 +116,29 @@ def kernel_of(compiled: Any, device: int) -> Kernel:
     for name, value in _PLAIN.items():
         if getattr(metadata, name, None) != value:
             raise UnexpectedError(f"{name} must be {value}; got {getattr(metadata, name, None)}")
-    if compiled.run is None or not isinstance(compiled.function, int):  # asking for `run` loads the kernel
-        raise UnexpectedError(f"function must be the driver's handle; got {compiled.function!r}")
-    return Kernel(metadata.name, compiled.function, 32 * metadata.num_warps, metadata.shared, device)
+    function = _loaded(compiled, device)
+    if not isinstance(function, int):
+        raise UnexpectedError(f"function must be the driver's handle; got {function!r}")
+    return Kernel(metadata.name, function, 32 * metadata.num_warps, metadata.shared, device)
+
+
+def _loaded(compiled: Any, device: int) -> Any:
+    """The driver's handle of a kernel, without the launcher that Triton makes: 3.6 needs a C compiler for each.
+
+    Raises OutOfResources if this GPU lacks shared memory or registers for it.
+    """
+    hooks = (knobs.runtime.kernel_load_start_hook, knobs.runtime.kernel_load_end_hook)
+    if any(getattr(hook, "calls", hook) for hook in hooks):
+        compiled._init_handles()
+        return compiled.function
+    utils, needed = triton.runtime.driver.active.utils, compiled.metadata.shared
+    available = utils.get_device_properties(device)["max_shared_mem"]
+    if needed > available:
+        raise OutOfResources(needed, available, "shared memory")
+    _, function, _, _, threads = utils.load_binary(compiled.name, compiled.kernel, needed, device)
+    if 32 * compiled.metadata.num_warps > threads:
+        raise OutOfResources(32 * compiled.metadata.num_warps, threads, "threads")
+    return function
 
 
 def arguments_of(compiled: Any, given: Sequence[Any]) -> list[tuple[int, bytes | Tiled | None]]:

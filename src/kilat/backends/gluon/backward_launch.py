@@ -17,7 +17,7 @@ from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
 from kilat.backends.gluon.heuristics import BackwardConfig, backward_config, heads_at_a_time
-from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, matrix_box, must_copy, rows_box
+from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
 from kilat.problem import Grads
@@ -126,17 +126,17 @@ def _backward(
     problem: Problem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     plan, o, wanted = plan_of(problem), operands, problem.grad_of
-    made = torch.zeros if plan.foreign else torch.empty  # else every row is written
-    dq, dk, dv = (made(x.shape, dtype=x.dtype, device=x.device) for x in (o.q, o.k, o.v))
+    device = o.q.get_device()
+    dq, dk, dv = [empty(tuple(x.shape), x.dtype, device) for x in (o.q, o.k, o.v)]
     sink = None if o.sink is None else torch.zeros_like(o.sink)
-    if not (problem.batch and o.q.numel() and o.k.numel()):
+    if plan.foreign or not (problem.batch and o.q.numel() and o.k.numel()):  # else every row is written
         for x in (dq, dk, dv):
             x.zero_()
     if problem.batch and o.q.numel():
         dout = dout if dout.dtype == o.q.dtype else dout.to(o.q.dtype)
         dlse = dlse if dlse is None or dlse.dtype == torch.float32 else dlse.float()
         size = plan.all_tiles * 128 + plan.pieces * 128
-        work = torch.empty(size, dtype=torch.float32, device=o.q.device)
+        work = empty((size,), torch.float32, device)
         _launch(problem, o, [o.q, o.k, o.v, dout, out, lse.contiguous(), work, dq, dk, dv], dlse)
         if o.sink is not None and "sink" in wanted:
             sink = _sink_gradient(problem, o.sink, work)

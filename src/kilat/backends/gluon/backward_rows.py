@@ -48,7 +48,7 @@ def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr):
     return sequence, head, start, length, block * BLOCK, tile
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles", "dim_v"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles", "dim_v", "dlse_b", "dlse_n", "dlse_h"])
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_tiles, delta_tiles, dq_pieces, offsets, lengths,
     batch, seqlen, heads, tiles, dim_v, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_n, dlse_h,

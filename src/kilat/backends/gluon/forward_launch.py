@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kilat.backends import common
+from kilat.backends.common import contiguous_strides
 from kilat.backends.gluon import heuristics, schedule, tuning
 from kilat.backends.gluon.forward import forward_kernel
-from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, must_copy, rows_box
+from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
+from kilat.problem import Operands
 from kilat.scores import Softcap
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from kilat.problem import Operands, Problem
+    from kilat.problem import Problem
 
 TINY_SCALE = 1e-30
 MAX_ORDERED = 1 << 17
@@ -52,22 +57,59 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         ready = [aligned_copy(x) if x.data_ptr() & 15 else x for x in (q, k, v)]
         return forward(problem, replace(o, q=ready[0], k=ready[1], v=ready[2]))
-    plans = problem.memo.get("gluon")
-    if plans is None:
-        plans = problem.memo["gluon"] = {}
-    key = (q.stride(), k.stride(), v.stride(), device)
-    plan = plans.get(key)
-    if plan is None:
-        plan = plans[key] = _make_plan(problem, o)
+    plan = _plan(problem, o)
     if plan.launch is None:
         ready = [aligned_copy(x) if must_copy(x) else x for x in (q, k, v)]
         return forward(problem, replace(o, q=ready[0], k=ready[1], v=ready[2]))
-    out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=q.device)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+    out = empty(plan.out_shape, plan.out_dtype, device)
+    lse = empty(plan.lse_shape, torch.float32, device)
     order = lse if plan.order is None else plan.order
     tensors = (q, k, v, out, lse, order, *_optional(o)) if plan.optional else (q, k, v, out, lse, order)
     plan.launch(tensors, tuple([x.data_ptr() for x in tensors]))
     return out, lse
+
+
+def direct(problem: Problem, operands: Operands) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """The forward of q, k and v with the shapes, strides and device of these, when they are all there is.
+
+    None where that takes more than a launch.
+    """
+    o = operands
+    if not (o.q.numel() and o.k.numel()) or _optional(o):
+        return None
+    device = o.q.get_device()
+    plan = _plan(problem, o)
+    launch, out_shape, lse_shape, dtype = plan.launch, plan.out_shape, plan.lse_shape, plan.out_dtype
+    if launch is None:
+        return None
+    current_device, float32 = torch._C._cuda_getDevice, torch.float32
+    order, at_order = plan.order, 0 if plan.order is None else plan.order.data_ptr()
+    out_strides, lse_strides = contiguous_strides(out_shape), contiguous_strides(lse_shape)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) & 15 or current_device() != device:
+            return forward(problem, Operands(q, k, v))
+        out = common.empty_on_gpu(out_shape, out_strides, dtype)
+        lse = common.empty_on_gpu(lse_shape, lse_strides, float32)
+        at_lse = lse.data_ptr()
+        addresses = (at_q, at_k, at_v, out.data_ptr(), at_lse, at_order or at_lse)
+        launch((q, k, v, out, lse, lse if order is None else order), addresses)
+        return out, lse
+
+    return call
+
+
+def _plan(problem: Problem, o: Operands) -> Plan:
+    """The plan of tensors with these strides on this device, remembered with the Problem."""
+    plans = problem.memo.get("gluon")
+    if plans is None:
+        plans = problem.memo["gluon"] = {}
+    key = (o.q.stride(), o.k.stride(), o.v.stride(), o.q.get_device())
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = _make_plan(problem, o)
+    return plan
 
 
 def _optional(o: Operands) -> list[Tensor]:

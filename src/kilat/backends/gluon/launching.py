@@ -10,10 +10,12 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled
+from kilat.backends import common, kernel_files
+from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled, contiguous_strides
 from kilat.backends.gluon._compat import (
     UnexpectedError,
     arguments_of,
+    compiled,
     has_hooks,
     kernel_of,
     launch_through_triton,
@@ -29,6 +31,13 @@ _GLUON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
 }
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
+    """Contiguous uninitialised memory on the current GPU, whose number is given; below 0: on the CPU."""
+    if device < 0:
+        return torch.empty(shape, dtype=dtype)
+    return common.empty_on_gpu(shape, contiguous_strides(shape), dtype)
 
 
 @dataclass(frozen=True)
@@ -113,8 +122,19 @@ class Step:
         self.start: Any = None
         """(stream, addresses of the tensors): launches; None where that cannot be done without Triton's launcher."""
         if self.device >= 0:
-            made = kernel.run(*self._bound(tensors), *constants, grid=(1,), warmup=True, **self._options)
-            self._compiled = made.result() if hasattr(made, "result") else made
+            self._compile(tensors)
+
+    def _compile(self, tensors: Sequence[Tensor]) -> None:
+        """Compile the kernel or find it on disk, anew if what lies there is damaged, and pack what does not change."""
+        given = [*self._bound(tensors), *self._constants]
+        try:
+            self._compiled = compiled(self._kernel, given, self._options)
+            self._prepare(tensors)
+        except Exception as error:
+            if not kernel_files.is_damage(error):
+                raise
+            kernel_files.warn(self._kernel.__name__, error)
+            self._compiled = compiled(self._kernel, given, self._options, anew=True)
             self._prepare(tensors)
 
     def _bound(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -136,7 +156,7 @@ class Step:
             kernel = kernel_of(self._compiled, self.device)
             given = [x.box or x if isinstance(x, Of) else x for x in parameters]
             arguments = arguments_of(self._compiled, given)
-        except (UnexpectedError, AttributeError, KeyError) as error:
+        except (UnexpectedError, AttributeError) as error:
             warnings.warn(f"kernels are launched by Triton's slower launcher: {error}", RuntimeWarning, stacklevel=2)
             return
         maps: dict[tuple[int, int], list[Tiled]] = {}  # by tensor and first byte

@@ -9,7 +9,6 @@ import torch
 from kilat import config
 from kilat.backends.triton import backward as kernels
 from kilat.backends.triton import launch, tuning
-from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import LARGEST_BLOCK, adapt, query_tiles, rows
 from kilat.backends.triton.backward_scores_launch import score_gradients
 from kilat.backends.triton.heuristics import INTERPRETED
@@ -57,17 +56,9 @@ class Backward:
         self.delta = torch.empty_like(self.lse)
         grid = query_tiles(problem, operands, DELTA_BLOCK)
         if grid:
-            kernels.delta_kernel[(grid,)](
-                rows(out),
-                rows(self.do),
-                None if dlse is None else dlse.float().contiguous(),
-                self.delta,
-                self.args.seqs,
-                self.args.spec,
-                DELTA_BLOCK,
-                num_warps=4,
-                **OPTIONS,
-            )
+            dlse = None if dlse is None else dlse.float().contiguous()
+            given = (rows(out), rows(self.do), dlse, self.delta, self.args.seqs, self.args.spec, DELTA_BLOCK)
+            launch.start(kernels.delta_kernel, grid, given, {"num_warps": 4})
 
     def chosen(self, heuristic: Callable[..., Config]) -> Config:
         """A kernel's configuration."""

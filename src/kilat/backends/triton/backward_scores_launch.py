@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kilat.backends.triton import backward_scores as kernels
-from kilat.backends.triton import expressions
-from kilat.backends.triton._compat import OPTIONS
+from kilat.backends.triton import expressions, launch
 from kilat.backends.triton.adapt import query_tiles, rows
 from kilat.backends.triton.arguments import Jitted, Table
 from kilat.backends.triton.heuristics_backward import scores_config
@@ -20,7 +19,6 @@ from kilat.symbolic import Const, Var, nodes
 
 if TYPE_CHECKING:
     from kilat.backends.triton.backward_launch import Backward
-    from kilat.backends.triton.heuristics import Config
 
 PROGRAMS = 256
 """A bias with fewer tiles than this is summed in parts, so that a GPU has enough to do."""
@@ -73,7 +71,7 @@ def _bias_gradient(call: Backward, bias: Tensor) -> Tensor:
     parts = torch.empty((splits, *bias.shape), dtype=torch.float32, device=bias.device)
     if tiles:
         sizes = (splits, batches, heads, height, width)
-        _run(
+        launch.run(
             kernels.bias_kernel,
             splits * tiles,
             (*_inputs(call), parts, sizes, *call.shared, call.args.spec, height > 1, width > 1),
@@ -149,16 +147,10 @@ def _launch(call: Backward, slot: Slot, mode: Mode, target: Tensor, factor: Tens
     if factor is None:
         factor = torch.empty(grid if mode == "largest" else 1, dtype=torch.float32, device=target.device)
     table = Table(target, tuple(target.shape), target.stride())
-    _run(
+    launch.run(
         kernels.table_kernel,
         grid,
         (*_inputs(call), table, factor, *call.shared, call.args.spec, slot, mode),
         chosen,
     )
     return factor
-
-
-def _run(kernel: Jitted, grid: int, args: tuple[object, ...], chosen: Config) -> None:
-    kernel[(grid,)](  # type: ignore[index]
-        *args, chosen.block_q, chosen.block_kv, num_warps=chosen.num_warps, num_stages=chosen.num_stages, **OPTIONS
-    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kilat.backends import kernel_files
 from kilat.backends.triton import tuning
 from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import adapt, query_tiles, rows
@@ -37,9 +38,48 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
 
 def run(kernel: Any, grid: int, args: tuple[Any, ...], chosen: Config) -> None:
     """Launch a kernel whose last parameters are its tile sizes."""
-    kernel[(grid,)](
-        *args, chosen.block_q, chosen.block_kv, num_warps=chosen.num_warps, num_stages=chosen.num_stages, **OPTIONS
-    )
+    tiles, options = (chosen.block_q, chosen.block_kv), {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    start(kernel, grid, (*args, *tiles), options)
+
+
+_checked: dict[int, Any] = {}
+"""Compiled kernels whose files were looked at, by id."""
+
+
+def start(kernel: Any, grid: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch a kernel with all of its arguments.
+
+    It is compiled anew if its files on disk are damaged. Raises DamagedError where that shows only after the launch:
+    what the call wrote is not to be trusted then, and the next one compiles anew.
+    """
+    try:
+        made = kernel[(grid,)](*args, **options, **OPTIONS)
+    except Exception as error:
+        if not kernel_files.is_damage(error):
+            raise
+        made = _anew(kernel, grid, args, options, error)
+    if made is not None and id(made) not in _checked:
+        try:
+            kernel_files.check(made)
+        except kernel_files.DamagedError as error:
+            kernel.device_caches.clear()
+            kernel_files.forget(made, compile_again=True)
+            text = f"{error}: what this call computed is not to be trusted, and the next one compiles anew"
+            raise kernel_files.DamagedError(text) from None
+        _checked[id(made)] = made
+
+
+def _anew(kernel: Any, grid: int, args: tuple[Any, ...], options: dict[str, Any], error: Exception) -> Any:
+    """Launch a kernel that Triton could not read from disk."""
+    from triton import knobs
+
+    kernel_files.warn(kernel.__name__, error)
+    kernel.device_caches.clear()
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        made = kernel[(grid,)](*args, **options, **OPTIONS)
+    kernel_files.forget(made)
+    return made
 
 
 def capability(x: Tensor) -> tuple[int, int] | None:

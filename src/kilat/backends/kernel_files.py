@@ -1,0 +1,69 @@
+"""Kernels that Triton keeps on disk: whether its files are still what they were, and what to do if not.
+
+Triton writes each file under another name and renames it, so a process that dies or two that compile at once leave
+whole files or none. What is damaged later (a full disk, a crash of the machine) it reads as it is. A digest that lies
+beside a kernel's files, written when they are first used, tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+DIGEST = "kilat.sha256"
+READ = (".json", ".ptx", ".cubin", ".hsaco")
+"""Ends of the names of files that a launch depends on."""
+
+_REFUSED = re.compile(r"image is invalid|symbol not found|invalid PTX|PTX.*invalid|invalid source|INVALID_IMAGE")
+
+
+class DamagedError(RuntimeError):
+    """A kernel's files are not what they were."""
+
+
+def check(compiled: Any) -> None:
+    """Raise DamagedError if a `CompiledKernel` was read from files that have changed since they were first used."""
+    files = [Path(path) for name, path in compiled.metadata_group.items() if name.endswith(READ)]
+    digest, folder = hashlib.sha256(), files[0].parent
+    for file in sorted(files):
+        digest.update(file.name.encode() + file.read_bytes())
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / DIGEST).read_text(encoding="utf-8") != digest.hexdigest():
+            raise DamagedError(
+                f"the files of a kernel must be as they were first used; those of {compiled.name} changed"
+            )
+        return
+    own = folder / f"{DIGEST}.{os.getpid()}"
+    own.write_text(digest.hexdigest(), encoding="utf-8")
+    own.replace(folder / DIGEST)
+
+
+def forget(compiled: Any, *, compile_again: bool = False) -> None:
+    """Remove the digest of a kernel's files, and the one without which Triton compiles it again."""
+    for name, path in compiled.metadata_group.items():
+        if name.endswith(".json"):
+            Path(path).with_name(DIGEST).unlink(missing_ok=True)
+            if compile_again:
+                Path(path).unlink(missing_ok=True)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error that came out of Triton is one that damaged files cause.
+
+    Text that is no JSON or no UTF-8 (ValueError), a file that is missing (OSError, KeyError, StopIteration), or code
+    that the driver refuses.
+    """
+    if isinstance(error, (DamagedError, ValueError, KeyError, OSError, StopIteration)):
+        return True
+    return isinstance(error, RuntimeError) and _REFUSED.search(str(error)) is not None
+
+
+def warn(name: str, error: Exception) -> None:
+    """Say that a kernel is compiled anew."""
+    text = f"the cached files of {name} are damaged ({type(error).__name__}: {error}); it is compiled anew"
+    warnings.warn(text, RuntimeWarning, stacklevel=3)

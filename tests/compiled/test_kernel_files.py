@@ -1,0 +1,124 @@
+"""A damaged cache of Triton's, a killed compilation and two at once: the same kernel, a recompilation or an error."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from compiled import fake_cache, test_gluon_launching
+from triton.runtime.errors import OutOfResources
+
+from kilat.backends import kernel_files
+from kilat.backends.gluon import _compat
+
+needs_compiler = test_gluon_launching.needs_compiler
+
+
+def started(folder: Path, what: str) -> subprocess.Popen[str]:
+    """A process that shares the files in a folder."""
+    path = os.pathsep.join([str(Path(fake_cache.__file__).parent), *sys.path])
+    command = [sys.executable, fake_cache.__file__, str(folder), what]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes)
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    """What it printed."""
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(printed.splitlines()[-1])
+
+
+@functools.cache
+def damaged() -> Any:
+    """What became of all kinds of damage."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return result(started(Path(folder), "damage"))
+
+
+SEEN_AFTER_LAUNCH = ("cubin-truncated", "cubin-flipped", "json-other-number", "ptx-truncated", "digest-flipped")
+"""What Triton and the driver take as it is: there the triton backend can only tell when it has launched."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+@pytest.mark.parametrize("kind", fake_cache.DAMAGE)
+def test_damage(kind: str, backend: str) -> None:
+    """Said, compiled anew, and well from then on; where the triton backend launched it, an error first."""
+    good = damaged()["gluon"]["first"]["digest"]
+    attempts = damaged()[backend][kind]
+    first, *rest = attempts
+    if backend == "triton" and kind in SEEN_AFTER_LAUNCH:
+        assert "twice_kernel" in first["error"]
+        assert "not to be trusted" in first["error"]
+        first, *rest = rest
+    else:
+        assert kind == "json-gone" or "twice_kernel are damaged" in first["warned"][0]
+    assert first["digest"] == good
+    assert first["compiled"] == 1
+    assert all(x == {"digest": good, "compiled": 0, "warned": []} for x in rest)
+
+
+@needs_compiler
+def test_files_are_kept() -> None:
+    assert damaged()["gluon"]["first"]["compiled"] == 1
+    for backend in ("gluon", "triton"):
+        assert damaged()[backend]["known"]["compiled"] == 0
+        assert damaged()[backend]["known"]["warned"] == []
+
+
+@needs_compiler
+def test_a_process_that_dies_while_it_compiles(tmp_path: Path) -> None:
+    process = started(tmp_path, "die")
+    process.communicate(timeout=120)
+    assert process.returncode == 9
+    assert list(tmp_path.rglob("tmp.pid_*"))
+    after = result(started(tmp_path, "once"))
+    assert after["gluon"]["compiled"] == 1
+    assert after["gluon"]["warned"] == []
+    assert after["triton"]["compiled"] == 0
+
+
+@needs_compiler
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    """Both compile, both launch the same, and a third reads what they left."""
+    both = [started(tmp_path, "slow") for _ in range(2)]
+    found = [result(process) for process in both]
+    after = result(started(tmp_path, "once"))
+    assert [x["gluon"]["compiled"] for x in found] == [1, 1]
+    assert len({x["gluon"]["digest"] for x in (*found, after)}) == 1
+    assert all(x[backend]["warned"] == [] for x in (*found, after) for backend in ("gluon", "triton"))
+    assert after["gluon"]["compiled"] == 0
+
+
+def test_other_errors_are_no_damage() -> None:
+    for error in (TypeError("x"), RuntimeError("Triton Error [CUDA]: out of memory"), OutOfResources(2, 1, "memory")):
+        assert not kernel_files.is_damage(error)
+
+
+@pytest.mark.parametrize("what", ["shared memory", "threads"])
+def test_too_much_asked_of_a_gpu(what: str) -> None:
+    """The error says what is needed and what there is."""
+    kernel = SimpleNamespace(name="f", kernel=b"", metadata=SimpleNamespace(shared=101, num_warps=4))
+    limits = {"max_shared_mem": 100 if what == "shared memory" else 101}
+    utils = mock.Mock(get_device_properties=lambda device: limits, load_binary=lambda *args: (1, 2, 3, 0, 127))
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    needed = "101, Hardware limit: 100" if what == "shared memory" else "128, Hardware limit: 127"
+    with (
+        mock.patch.object(_compat.triton.runtime, "driver", driver),
+        pytest.raises(OutOfResources, match=f"{what}, Required: {needed}"),
+    ):
+        _compat._loaded(kernel, 0)
