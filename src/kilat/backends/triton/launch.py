@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.runtime import cache
 
 from kilat import config
 from kilat.backends import kernel_files
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from kilat.backends.triton.heuristics import Config
     from kilat.problem import Grads, Operands, Problem
+
+
+kernel_files.shorten(cache)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
