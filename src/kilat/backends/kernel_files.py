@@ -66,6 +66,8 @@ def is_damage(error: Exception) -> bool:
     Text that is no JSON or no UTF-8 (ValueError), a file that is missing (OSError, KeyError, StopIteration), or code
     that the driver refuses.
     """
+    if "cannot be accessed from Triton" in str(error):  # a ValueError too: a tensor on the wrong device
+        return False
     if isinstance(error, (DamagedError, ValueError, KeyError, OSError, StopIteration)):
         return True
     return isinstance(error, RuntimeError) and _REFUSED.search(str(error)) is not None
