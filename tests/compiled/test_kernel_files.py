@@ -104,8 +104,24 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert after["gluon"]["compiled"] == 0
 
 
+def test_the_key_is_that_of_triton() -> None:
+    """And so are the folders in which kernels lie, whoever compiled them."""
+    from triton.runtime import cache
+
+    program = "from triton.runtime.cache import triton_key; print(triton_key())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert hasattr(cache.triton_key, "shortened")
+    assert cache.triton_key() == done.stdout.strip()
+
+
 def test_other_errors_are_no_damage() -> None:
-    for error in (TypeError("x"), RuntimeError("Triton Error [CUDA]: out of memory"), OutOfResources(2, 1, "memory")):
+    others = [
+        TypeError("x"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        OutOfResources(2, 1, "memory"),
+        ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"),
+    ]
+    for error in others:
         assert not kernel_files.is_damage(error)
 
 

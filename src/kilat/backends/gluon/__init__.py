@@ -19,11 +19,14 @@ MAX_DIM = 256
 
 
 @lru_cache(maxsize=16)
-def _capability(device: str) -> tuple[int, int] | None:
-    """(major, minor) of a GPU; None where there is none, and a Problem is only asked about."""
+def _capabilities(device: str) -> frozenset[tuple[int, int]]:
+    """(major, minor) of a GPU, of all where no number is said; none where there is no GPU, and one only asks."""
     import torch
 
-    return torch.cuda.get_device_capability(torch.device(device)) if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return frozenset()
+    numbers = [torch.device(device).index] if ":" in device else range(torch.cuda.device_count())
+    return frozenset(torch.cuda.get_device_capability(n) for n in numbers)
 
 
 def _module(name: str) -> Any:
@@ -41,9 +44,8 @@ class GluonBackend:
         if not p.device.startswith("cuda"):
             return [f"the gluon backend works on CUDA tensors; got device={p.device!r}"]
         reasons: list[str] = []
-        capability = _capability(p.device)
-        if capability not in (None, (9, 0)):
-            found = ".".join(map(str, capability or ()))
+        if others := _capabilities(p.device) - {(9, 0)}:
+            found = ", ".join(f"{major}.{minor}" for major, minor in sorted(others))
             reasons.append(f"the gluon backend needs compute capability 9.0; {p.device} has {found}")
         if p.dtype not in ("float16", "bfloat16"):
             reasons.append(f"the gluon backend takes float16 and bfloat16; got dtype={p.dtype!r}")
@@ -62,7 +64,7 @@ class GluonBackend:
     def _beyond_the_problem(self, problem: Problem) -> list[str]:
         """Reasons that lie in the installation."""
         try:
-            if _capability(problem.device) is not None:
+            if _capabilities(problem.device):
                 _module("_compat").hashing()  # meanwhile the kernels are imported
             _module("forward_launch")
             if problem.needs_grad:

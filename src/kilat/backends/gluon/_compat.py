@@ -22,6 +22,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import triton
+import triton.runtime.cache
 from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -33,6 +34,8 @@ from kilat.backends.common import MAP_BYTES, POINTER_BYTES, Kernel, Tiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+kernel_files.shorten(triton.runtime.cache)
 
 async_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """(descriptor, coordinates, barrier, buffer): TMA from global to shared memory."""
@@ -76,7 +79,7 @@ def launch_through_triton(compiled: Any, grid: int, stream: int, arguments: Sequ
 
 @lru_cache(maxsize=1)
 def hashing() -> Thread:
-    """A thread in which Triton hashes its own files (0.3 s, once a process): part of the key of each cached kernel."""
+    """A thread in which Triton hashes its own files, if it must (0.3 s): part of the key of each cached kernel."""
     thread = Thread(target=getattr(triton.runtime.cache, "triton_key", int), daemon=True)
     thread.start()
     return thread
@@ -131,7 +134,8 @@ def _loaded(compiled: Any, device: int) -> Any:
     if any(getattr(hook, "calls", hook) for hook in hooks):
         compiled._init_handles()
         return compiled.function
-    utils, needed = triton.runtime.driver.active.utils, compiled.metadata.shared
+    active: Any = triton.runtime.driver.active
+    utils, needed = active.utils, compiled.metadata.shared
     available = utils.get_device_properties(device)["max_shared_mem"]
     if needed > available:
         raise OutOfResources(needed, available, "shared memory")

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.runtime import cache
 
 from kilat.backends import kernel_files
 from kilat.backends.triton import tuning
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from kilat.backends.triton.heuristics import Config
     from kilat.problem import Grads, Operands, Problem
+
+
+kernel_files.shorten(cache)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
