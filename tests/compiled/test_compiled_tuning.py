@@ -29,7 +29,7 @@ FORWARD = {
 
 @pytest.mark.parametrize(("dim", "consumers", "block_kv", "staging"), FORWARD)
 def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int) -> None:
-    values = {"consumers": consumers, "block_kv": block_kv, "staging": staging}
+    values = {"consumers": consumers, "block_kv": block_kv, "staging": staging, "q_stages": 1, "turns": False}
     with forced("gluon", "forward", values):
         found = test_compiled_gluon_forward.compiled(dim, mask=Causal())
     config = heuristics.ForwardConfig(heuristics.boxes(dim), heuristics.boxes(dim), **values)
