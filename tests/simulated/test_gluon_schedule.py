@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from kilat.backends.gluon import heuristics
+from kilat.backends.gluon import schedule as schedules
 from kilat.backends.gluon.schedule import OF_A_TILE, key_blocks, schedule
 from kilat.masks import Causal, Window
 from kilat.masks.affine import affine
@@ -70,6 +72,22 @@ def test_few_heads_at_a_time(seqlen: int) -> None:
         running = table[(end - cost <= moment) & (moment < end)]
         heads = len(np.unique(running[:, 1] * 16 + running[:, 2]))
         assert heads * seqlen * 512 <= 40 << 20, (moment, heads)
+
+
+def test_tables_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_tables", {})
+    blocks, cpu = np.arange(1, 9), torch.device("cpu")
+
+    def table(batch: int) -> torch.Tensor | None:
+        return schedules.on_device(cpu, blocks, (4, 2), batch, 8, 5)
+
+    first = table(1)
+    assert first is not None
+    assert np.array_equal(first.numpy(), schedule(blocks, (4, 2), 1, 8, 5))
+    assert table(1) is first
+    monkeypatch.setattr(schedules, "MAX_BYTES", first.nbytes + 1)
+    assert table(2) is None  # and the kernel works the order out
+    assert table(1) is first
 
 
 @pytest.mark.parametrize(

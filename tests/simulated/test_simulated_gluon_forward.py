@@ -36,6 +36,8 @@ SHAPES = {
     "two-boxes": Shape(seqlen=(130, 200), dims=(96, 80), bounds=CAUSAL),
     "narrow": Shape(seqlen=(130, 200), dims=(72, 40)),
     "through-q": Shape(seqlen=(300, 300), bounds=CAUSAL, staging=2, q_stages=1, heads=(2, 2)),
+    "without-a-table": Shape(batch=2, seqlen=(300, 300), bounds=CAUSAL, heads=(4, 2), together=3, ordered=False),
+    "one-buffer-of-q": Shape(seqlen=(400, 300), bounds=CAUSAL, heads=(2, 1), q_stages=1, turns=False),
     "from-registers": Shape(seqlen=(130, 70), dims=(96, 96), staging=0),
     "ragged": Shape(
         ragged=True, lengths_q=(5, 0, 130, 64), lengths_kv=(5, 70, 20, 200), tail=3, heads=(2, 1), bounds=CAUSAL,

@@ -142,18 +142,17 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     together = min(heuristics.heads_together(p, chosen.megabytes << 20), units)
     grid = min(_processors(q.get_device()), tiles * units) if chosen.persistent else tiles * units
     order, turns = None, -(-tiles * units // grid)
-    ordered = chosen.persistent and not ragged and tiles * units <= MAX_ORDERED
-    if ordered:
+    if chosen.persistent and not ragged and tiles * units <= MAX_ORDERED:
         blocks = schedule.key_blocks(bounds, block_q, config.block_kv, p.seqlen_q, p.seqlen_kv)
-        table = schedule.schedule(blocks, (p.num_heads_q, p.num_heads_kv), p.batch, together, grid)
-        order, turns = torch.from_numpy(table).to(q.device), len(table) - 1
+        order = schedule.on_device(q.device, blocks, (p.num_heads_q, p.num_heads_kv), p.batch, together, grid)
+        turns = turns if order is None else len(order) - 1
     numbers = (
         p.batch, p.num_heads_q, p.group, p.seqlen_q, p.seqlen_kv, p.head_dim_v, bounds.left, bounds.right,
         bounds.right_top_left, tiles, together, turns, scale_log2, slope_log2,
     )  # fmt: skip
     constants = (
         config.consumers, heuristics.STAGES, config.d[1], config.v[1], ragged, p.padded_q + 2 * p.padded_kv, kind,
-        ordered, p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
+        order is not None, p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
         config.q_stages, config.turns,
     )  # fmt: skip
     out = torch.empty(out_shape, dtype=out_dtype, device=q.device)

@@ -9,19 +9,40 @@ and all heads at a time read the keys again for every row of tiles (head_dim 128
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from kilat.masks.affine import Affine
 
 OF_A_TILE = 1.5
 """What a tile costs beside its blocks of keys, in blocks: its first products and its way out."""
+MAX_BYTES = 64 << 20
+"""Of all tables on all devices. They are kept for good, since a CUDA graph may hold the address of any of them."""
 EVEN = 1.015
 """Busiest CTA / mean at which more heads at the end are not tried."""
+
+
+_tables: dict[Any, Tensor] = {}
+
+
+def on_device(
+    device: torch.device, blocks: NDArray[np.int64], heads: tuple[int, int], batch: int, fit: int, ctas: int
+) -> Tensor | None:
+    """The table of `schedule` on a device; None where tables take up `MAX_BYTES`: then CTAs work the order out."""
+    key = device, blocks.tobytes(), heads, batch, fit, ctas
+    table = _tables.get(key)
+    if table is None:
+        made = torch.from_numpy(schedule(blocks, heads, batch, fit, ctas))
+        if made.nbytes + sum(x.nbytes for x in _tables.values()) > MAX_BYTES:
+            return None
+        table = _tables[key] = made.to(device)
+    return table
 
 
 def key_blocks(bounds: Affine, block_q: int, block_kv: int, seqlen_q: int, seqlen_kv: int) -> NDArray[np.int64]:
