@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from cases import CASES, Case
 from gpu_calls import on_gpu, reasons
 from helpers import Call, build, expected, same_bits
+
+from kilat import plan
 
 pytestmark = pytest.mark.gpu
 
@@ -109,6 +112,26 @@ def test_other_stream_and_graph(backend: str, layout: str, deterministic: bool) 
     found = [x.clone() for x in captured]
     assert not same_bits(before[0].cpu(), found[0].cpu())
     check_same(found, all_of(call, backend, deterministic), deterministic)
+
+
+def test_new_lengths_inside_a_capture() -> None:
+    """A kernel that is compiled can be captured with lengths that are new; a graph outlives what its call remembered."""
+    small_one, large = (on_gpu(build(small("capture", seqlen=(n, n)))) for n in (63, 129))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        all_of(small_one, "gluon", True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = all_of(large, "gluon", True)
+    plan.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.full((1 << 26,), torch.nan, device="cuda")
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    check_same([x.clone() for x in captured], all_of(large, "gluon", True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

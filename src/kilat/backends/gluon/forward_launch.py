@@ -108,12 +108,18 @@ def _plan(problem: Problem, o: Operands) -> Plan:
     key = (o.q.stride(), o.k.stride(), o.v.stride(), o.q.get_device())
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = _make_plan(problem, o)
+        plan = _make_plan(problem, o)
+        if not _is_capturing():  # a plan made inside of a graph's capture has no table
+            plans[key] = plan
     return plan
 
 
 def _optional(o: Operands) -> list[Tensor]:
     return [x for x in (getattr(o, name) for name in OPTIONAL) if x is not None]
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=16)
@@ -142,7 +148,8 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     together = min(heuristics.heads_together(p, chosen.megabytes << 20), units)
     grid = min(_processors(q.get_device()), tiles * units) if chosen.persistent else tiles * units
     order, turns = None, -(-tiles * units // grid)
-    if chosen.persistent and not ragged and tiles * units <= MAX_ORDERED:
+    # While a graph is captured nothing can be copied to the GPU: then CTAs work the order out.
+    if chosen.persistent and not ragged and tiles * units <= MAX_ORDERED and not _is_capturing():
         blocks = schedule.key_blocks(bounds, block_q, config.block_kv, p.seqlen_q, p.seqlen_kv)
         order = schedule.on_device(q.device, blocks, (p.num_heads_q, p.num_heads_kv), p.batch, together, grid)
         turns = turns if order is None else len(order) - 1
