@@ -79,3 +79,13 @@ def test_budget(name: str) -> None:
     assert kernel.in_loops == 0
     if not NEWEST:
         assert kernel.spilled <= CONFIGURATIONS[name][1], kernel
+
+
+def test_a_capture_of_what_was_never_called_is_refused() -> None:
+    with (
+        mock.patch.object(forward_launch, "_is_capturing", return_value=True),
+        pytest.raises(
+            RuntimeError, match=r"once with these shapes before a CUDA graph captures it.*q \(1, 2048, 4, 64\)"
+        ),
+    ):
+        compiled(64)

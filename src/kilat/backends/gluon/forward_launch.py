@@ -108,9 +108,12 @@ def _plan(problem: Problem, o: Operands) -> Plan:
     key = (o.q.stride(), o.k.stride(), o.v.stride(), o.q.get_device())
     plan = plans.get(key)
     if plan is None:
-        plan = _make_plan(problem, o)
-        if not _is_capturing():  # a plan made inside of a graph's capture has no table
-            plans[key] = plan
+        if _is_capturing():
+            raise RuntimeError(
+                "a call must have been made once with these shapes before a CUDA graph captures it (its kernel is "
+                f"compiled and its order of tiles copied then); got q {tuple(o.q.shape)}, k {tuple(o.k.shape)}"
+            )
+        plan = plans[key] = _make_plan(problem, o)
     return plan
 
 
@@ -148,8 +151,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     together = min(heuristics.heads_together(p, chosen.megabytes << 20), units)
     grid = min(_processors(q.get_device()), tiles * units) if chosen.persistent else tiles * units
     order, turns = None, -(-tiles * units // grid)
-    # While a graph is captured nothing can be copied to the GPU: then CTAs work the order out.
-    if chosen.persistent and not ragged and tiles * units <= MAX_ORDERED and not _is_capturing():
+    if chosen.persistent and not ragged and tiles * units <= MAX_ORDERED:
         blocks = schedule.key_blocks(bounds, block_q, config.block_kv, p.seqlen_q, p.seqlen_kv)
         order = schedule.on_device(q.device, blocks, (p.num_heads_q, p.num_heads_kv), p.batch, together, grid)
         turns = turns if order is None else len(order) - 1
