@@ -82,10 +82,7 @@ def test_budget(name: str) -> None:
 
 
 def test_a_capture_of_what_was_never_called_is_refused() -> None:
-    with (
-        mock.patch.object(forward_launch, "_is_capturing", return_value=True),
-        pytest.raises(
-            RuntimeError, match=r"once with these shapes before a CUDA graph captures it.*q \(1, 2048, 4, 64\)"
-        ),
-    ):
+    wanted = r"once with these shapes before a CUDA graph captures it.*q \(1, 2048, 4, 64\)"
+    capturing = mock.patch.object(forward_launch, "_is_capturing", return_value=True)
+    with capturing, pytest.raises(RuntimeError, match=wanted):
         compiled(64)
