@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kilat.backends.gluon import tuning
+from kilat.backends.gluon import schedule, tuning
 from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
-from kilat.backends.gluon.heuristics import BackwardConfig, backward_config, heads_at_a_time
+from kilat.backends.gluon.heuristics import BackwardConfig, backward_config
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -91,7 +91,12 @@ def _make_plan(p: Problem) -> Plan:
         constants = (block_q, width, buffers, p.group, foreign, bool(cap), turns, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
-    together = [heads_at_a_time(p, heads, n) for heads, n in ((p.num_heads_kv, tiles_kv), (p.num_heads_q, blocks))]
+    together: list[int | None] = [None, None]
+    if not ragged:  # lengths of sequences are not known here
+        of_keys = schedule.query_blocks(bounds, block_q, block_kv, p.seqlen_q, p.seqlen_kv) * p.group
+        of_queries = schedule.key_blocks(bounds, BLOCK_Q.value, dq_block_kv, p.seqlen_q, p.seqlen_kv)[::-1]
+        together[0] = schedule.heads_in_turn(of_keys, p.num_heads_kv * p.batch)
+        together[1] = schedule.heads_in_turn(of_queries, p.num_heads_q * p.batch) if p.deterministic else None
     return Plan(
         config=config,
         width=width,

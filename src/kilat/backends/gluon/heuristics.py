@@ -15,7 +15,6 @@ MAX_DIM = 256
 MAX_SHARED = 232_448 - 2_048  # bytes of shared memory that a CTA may have, less what the compiler needs for itself
 L2_BUDGET = 24 << 20  # bytes of keys and values that all CTAs together work on
 STAGES = 2
-PROCESSORS = 132  # of an H100 or H200
 
 _BOXES = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 """Head dimensions that kernels work in, as widths of the one or two boxes that a row is loaded in."""
@@ -114,20 +113,6 @@ def heads_together(problem: Problem, budget: int = L2_BUDGET) -> int:
     row = 2 * (problem.head_dim + problem.head_dim_v)
     fit = max(1, budget // max(problem.seqlen_kv * row, 1))
     return fit * problem.group
-
-
-def heads_at_a_time(problem: Problem, heads: int, tiles: int) -> int | None:
-    """Heads (of all sequences) whose tiles a backward kernel takes by turns, the longest first.
-
-    None, one after another, where tiles are equally long, or the lengths are not known here. Else as many as fill the
-    GPU, or the last head would begin with its longest tiles when the others are done: 5 to 7 % at 512 to 8k, head_dim
-    128, and 12 % with groups of heads, whose tiles are longer; for these twice as many.
-    """
-    bounds = affine(problem.mask)
-    if problem.layout == "ragged" or bounds is None or bounds.kind not in ((False, True, False), (False, False, True)):
-        return None
-    wanted = -(-PROCESSORS * (2 if heads < problem.num_heads_q else 1) // max(tiles, 1))
-    return max(1, min(wanted, heads * problem.batch))
 
 
 def grid(problem: Problem, processors: int, tiles: int, *, unequal: bool) -> int:
