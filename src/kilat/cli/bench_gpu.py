@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kilat.bench.run import Row
 
 SUITES = ("h200", "h200-quick", "h200-long")
+SUSTAINED_SUITES = {"h200": 1.0}
+"""Suites that run some cells for seconds, and for how many: a change to a kernel is judged by bursts."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,9 @@ def run_gpu(suite: str, cells: list[Cell], request: Request, json_path: Path | N
     begin, device = time.monotonic(), Cuda()
     shard = Shard.load(json_path, suite, request.shard)
     _prepare([cell for cell in mine if cell.name not in shard.rows], request, list(makers))
+    shard.note_aside("preparation", time.monotonic() - begin)
     deadline = None if request.deadline is None else request.deadline - (time.monotonic() - begin)
-    effort = Effort(reps=reps, deadline=deadline)
+    effort = Effort(reps=reps, sustained=SUSTAINED_SUITES.get(suite, 0.0), deadline=deadline)
     done = run_shard(
         mine,
         shard,
@@ -175,6 +178,7 @@ def run_gpu(suite: str, cells: list[Cell], request: Request, json_path: Path | N
         on_cell=lambda row: show(_line(row)),
     )
     show_rows(list(shard.rows.values()))
+    show("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in shard.spent().items() if value >= 0.05))
     if not done:
         show(f"deadline: {len(shard.rows)} of {len(mine)} cells measured; run the same command again to go on")
     return done and all(row.ok for row in shard.rows.values())
