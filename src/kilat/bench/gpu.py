@@ -123,6 +123,7 @@ class Shard:
 
     def save(self) -> None:
         """Write the file anew; a reader or a killed process never sees half of it."""
+        begin = time.monotonic()
         for row in self.rows.values():
             row.limit = self.limits.get(f"matmul_{row.cell.dtype}")
         document = report(list(self.rows.values()), self.limits, self.suite)
@@ -132,6 +133,7 @@ class Shard:
         part = self.path.with_suffix(".part")
         part.write_text(dumps(document), encoding="utf-8")
         part.replace(self.path)
+        self.note_aside("saving", time.monotonic() - begin)
 
     def spent(self) -> dict[str, float]:
         """Seconds by part, of all cells and beside them, the costliest first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ class Stopwatch:
         return Stopwatch(torch.cuda.synchronize if device == "cuda" else nothing)
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> Generator[None]:
         """Count what is done inside as `name`, also where it raises."""
         begin = time.perf_counter()
         try:
