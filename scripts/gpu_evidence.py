@@ -32,6 +32,8 @@ RESERVE = 30.0
 """Seconds at the end, in which a step that was told to stop writes what it has, or is ended."""
 GRACE, COLLECT_SECONDS = 18.0, 15.0
 TAIL_LINES = 30
+ROW_SECONDS, CELL_SECONDS = 60.0, 15.0
+"""What may be begun last takes so long: a row of compile times, a cell of a suite with the tables behind it."""
 COMPILE_ROWS = ("gluon d128 causal", "gluon d64 causal", "triton d128 causal")
 Document = dict[str, Any]
 
@@ -58,79 +60,77 @@ def bench(*words: str) -> list[str]:
     return [sys.executable, "-m", "kilat.cli", "bench", *words]
 
 
-def steps(options: argparse.Namespace) -> list[Step]:
-    """Everything, in the order in which it is done."""
-    jobs, count = str(options.jobs), int(options.shards)
-    contenders = [word for name in options.contender for word in ("--contender", name)]
+def seconds(value: float) -> tuple[str, str]:
+    """The words that say for how long a script works."""
+    return "--seconds", f"{value:.0f}"
 
-    def seconds(value: float) -> tuple[str, str]:
-        return "--seconds", f"{value:.0f}"
 
-    def deadline(value: float) -> tuple[str, str]:
-        return "--deadline", f"{max(0.0, value - 15):.0f}"  # it begins no cell after that
-
-    def shard(n: int) -> Step:
-        of = ("--suite", "h200", "--shard", f"{n}/{count}", *contenders)
-        return Step(
-            f"h200-{n}",
-            f"h200-{n}-of-{count}.json",
-            lambda file, left: bench(*of, "--json", str(file), *deadline(left)),
-            lambda document: files.suite(document, "h200", n, count),
-            90.0,
-        )
-
+def correctness(options: argparse.Namespace) -> list[Step]:
+    """The steps up to the suite."""
+    jobs = ("--jobs", str(options.jobs))
+    count = ("--count", str(options.count))
+    compiling = ("--warm", "1", "--rows", ",".join(COMPILE_ROWS))
     return [
         Step(
             "cases",
             "cases.json",
-            lambda file, left: script("gpu_cases.py", "--jobs", jobs, "--json", str(file), *seconds(left)),
+            lambda file, left: script("gpu_cases.py", *jobs, "--json", str(file), *seconds(left)),
             files.cases,
-            40.0,
+            least=40.0,
         ),
         Step(
             "random",
             "random.json",
-            lambda file, left: script(
-                "gpu_random.py", "--jobs", jobs, "--count", str(options.count), "--json", str(file), *seconds(left)
-            ),
+            lambda file, left: script("gpu_random.py", *jobs, *count, "--json", str(file), *seconds(left)),
             lambda document: files.problems(document, options.count),
-            40.0,
+            least=40.0,
         ),
         Step(
             "compile",
             "compile.json",
-            lambda file, left: script(
-                *("gpu_compile.py", "--warm", "1", "--rows", ",".join(COMPILE_ROWS), "--json", str(file)),
-                *seconds(left - 60),  # no row is begun after that
-            ),
+            lambda file, left: script("gpu_compile.py", *compiling, "--json", str(file), *seconds(left - ROW_SECONDS)),
             lambda document: files.compile_times(document, COMPILE_ROWS),
-            75.0,
+            least=75.0,
         ),
         Step(
             "sanitize",
             "sanitizer.tar.gz",
-            lambda folder, left: script(
-                "gpu_sanitize.py",
-                "--jobs",
-                str(min(12, options.jobs)),
-                "--out",
-                str(folder),
-                "--deadline",
-                f"{left:.0f}",
-            ),
+            lambda folder, left: script("gpu_sanitize.py", *jobs, "--out", str(folder), "--deadline", f"{left:.0f}"),
             files.sanitizer,
-            60.0,
+            least=60.0,
             packs=True,
         ),
-        *(shard(n + 1) for n in range(count)),
-        Step(
-            "h200-long",
-            "h200-long.json",
-            lambda file, left: bench("--suite", "h200-long", "--json", str(file), *deadline(left)),
-            lambda document: files.suite(document, "h200-long", 1, 1),
-            60.0,
-        ),
     ]
+
+
+def speed(options: argparse.Namespace) -> list[Step]:
+    """The suite's shards, and a million tokens."""
+    contenders = [word for name in options.contender for word in ("--contender", name)]
+
+    def step(name: str, file: str, of: tuple[str, int, int], least: float, words: Sequence[str]) -> Step:
+        def command(path: Path, left: float) -> list[str]:
+            deadline = f"{max(0.0, left - CELL_SECONDS):.0f}"
+            return bench("--suite", of[0], *words, "--json", str(path), "--deadline", deadline)
+
+        return Step(name, file, command, lambda document: files.suite(document, *of), least)
+
+    count = options.shards
+    shards = [
+        step(
+            f"h200-{n}",
+            f"h200-{n}-of-{count}.json",
+            ("h200", n, count),
+            90.0,
+            ["--shard", f"{n}/{count}", *contenders],
+        )
+        for n in range(1, count + 1)
+    ]
+    return [*shards, step("h200-long", "h200-long.json", ("h200-long", 1, 1), 60.0, [])]
+
+
+def steps(options: argparse.Namespace) -> list[Step]:
+    """Everything, in the order in which it is done."""
+    return [*correctness(options), *speed(options)]
 
 
 def chosen(some: Sequence[Step], only: str) -> list[Step]:
