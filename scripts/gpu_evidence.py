@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ ROW_SECONDS, CELL_SECONDS = 60.0, 15.0
 """What may be begun last takes so long: a row of compile times, a cell of a suite with the tables behind it."""
 COMPILE_ROWS = ("gluon d128 causal", "gluon d64 causal", "triton d128 causal")
 Document = dict[str, Any]
+NOTHING = files.State(False, True, "nothing yet")
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def put_away(out: Path, some: Sequence[Step], git: object) -> None:
 def state(step: Step, out: Path) -> files.State:
     """What the file of a step says."""
     document = files.load(out / step.file)
-    return files.State(False, False, "nothing yet") if document is None else step.read(document)
+    return NOTHING if document is None else step.read(document)
 
 
 def note(out: Path, name: str, run: Document, git: object) -> None:
@@ -227,6 +228,7 @@ def work(some: Sequence[Step], out: Path, seconds: float, git: object) -> list[t
     """Do what is not done, as long as there is time; (name, what its file says, what was done) of every step."""
     begin = time.monotonic()
     found: list[tuple[str, files.State, str]] = []
+    tail: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         for step in some:
             left = seconds - RESERVE - (time.monotonic() - begin)
@@ -240,9 +242,11 @@ def work(some: Sequence[Step], out: Path, seconds: float, git: object) -> list[t
                 elapsed = round(time.monotonic() - begun, 1)
                 note(out, step.name, {"status": status, "seconds": elapsed, "given": round(left), "tail": tail}, git)
                 said = f"{status} after {elapsed:.0f} s"
-                if not state(step, out).ok:
-                    print("\n".join(f"{step.name}: {line}" for line in tail[-8:]), flush=True)
-            found.append((step.name, state(step, out), said))
+            what = state(step, out)
+            if said.startswith(("ended", "stopped")) and (what is NOTHING or not what.ok):
+                what = replace(what, ok=False)
+                print("\n".join(f"{step.name}: {line}" for line in tail[-8:]), flush=True)
+            found.append((step.name, what, said))
             print(summary(found[-1:]), flush=True)
     return found
 
@@ -268,8 +272,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10000, help="of random Problems")
     parser.add_argument("--jobs", type=int, default=14)
     options = parser.parse_args()
+    import torch
+
     from kilat.bench import machine
 
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is needed; torch sees none")
     some, git = steps(options), machine.revision()
     asked = chosen(some, options.only)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kilat.bench import cells, gpu, gpu_groups, h200, machine
 from kilat.bench.run import Row
@@ -86,6 +87,8 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     assert found[0][1].words == "count 1"
     assert found[0][2].startswith("stopped after")
     assert found[1][2].startswith("not begun: 0 s left, 3 wanted")
+    assert found[1][1] == gpu_evidence.NOTHING  # which is no fault
+    assert gpu_evidence.summary(found[1:]).startswith("two        part  nothing yet")
     pid = json.loads((tmp_path / "evidence.json").read_text())["runs"][0]["tail"][-1]
     status = Path(f"/proc/{pid}/stat")
     for _ in range(50):  # it is nobody's child here, and may be a zombie until init looks
@@ -94,6 +97,13 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         time.sleep(0.1)
     else:
         pytest.fail("the step's child lives on")
+
+
+def test_a_step_that_leaves_nothing_is_at_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = gpu_evidence.Step("one", "one.json", lambda file, left: [sys.executable, "-c", "1 / 0"], read, 1.0)
+    (found,) = gpu_evidence.work([broken], tmp_path, 30.0, GIT)
+    assert (found[1].done, found[1].ok, found[2][:12]) == (False, False, "ended with 1")
+    assert "one: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_files_of_another_revision_are_kept_aside(tmp_path: Path) -> None:
@@ -175,6 +185,12 @@ def test_the_steps_are_those_of_the_issue() -> None:
 
 
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--seconds", "30", "--out", str(tmp_path / "none")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_evidence.main()
+    assert "a CUDA device is needed; torch sees none" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine, "revision", lambda: GIT)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     path = "import os; print(os.environ['PYTHONPATH'])"
@@ -206,6 +222,8 @@ def test_files_of_cases_problems_and_compile_times() -> None:
         some = {"backends": backends, "failures": failures}
         assert _state(files.cases, some | {"cases": {"ran": ran, "asked": 4}}) == found
         assert _state(files.problems, some | {"problems": {"ran": ran, "asked": 4}}, 4) == found
+    refused = {"backends": {"gluon": {"verdicts": {"refused": 4}}}, "failures": [], "cases": {"ran": 4, "asked": 4}}
+    assert _state(files.cases, refused) == (True, False)  # shows nothing
     rows = [{"name": "a", "cold": {"forward": 1.0, "backward": 2.0}, "warm": {"forward": 0.5}}]
     assert _state(files.compile_times, {"rows": rows}, ["a"]) == (True, True)
     assert _state(files.compile_times, {"rows": []}, ["a"]) == (False, True)
