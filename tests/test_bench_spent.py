@@ -73,3 +73,31 @@ def test_calls_that_take_long_are_few() -> None:
         device.log.clear()
         gpu_timing.host_seconds(device.call("a", 1.0), device, gpu_timing.Cost(gpu=cost, host=1e-6))
         assert len(device.log) == calls
+
+
+def test_a_row_is_saved_before_the_next_cell_begins(tmp_path: Path) -> None:
+    """Once a cell, with the attempt at the next one: a file of hundreds of rows takes a tenth of a second."""
+    path, some = tmp_path / "shard.json", [square("forward", 1, 1, 8 + n, 8, "float32", True) for n in range(3)]
+    seen: list[tuple[int, int]] = []
+
+    def look(cell: Cell, inputs: Inputs) -> Contender:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        seen.append((len(document["rows"]), len(document["attempts"])))
+        return contenders.sdpa_contender(cell, inputs)
+
+    device: Any = Ticking(FakeDevice())
+    shard = gpu.Shard.load(path, "h200", "1/1")
+    effort = gpu.Effort(reps=1, seconds=0.0, sustained=0.0)
+    rates = iter([1e12, KeyboardInterrupt])
+
+    def rate(dtype: str) -> float:
+        found = next(rates)
+        if not isinstance(found, float):
+            raise found
+        return found
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_shard(some, shard, {"kilat": look}, device, effort, rate=rate)
+    assert seen == [(0, 1), (1, 2), (2, 3)]
+    document = json.loads(path.read_text(encoding="utf-8"))  # the last row, too, although the run ended after it
+    assert [row["limit"] for row in document["rows"]] == [1e12] * 3

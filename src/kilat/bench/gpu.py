@@ -126,8 +126,8 @@ class Shard:
         begin = time.monotonic()
         for row in self.rows.values():
             row.limit = self.limits.get(f"matmul_{row.cell.dtype}")
-        document = report(list(self.rows.values()), self.limits, self.suite)
-        document |= {**self.about, "shard": self.shard, "attempts": self.attempts, "cell_seconds": self.elapsed}
+        document = report(list(self.rows.values()), self.limits, self.suite, self.about)
+        document |= {"shard": self.shard, "attempts": self.attempts, "cell_seconds": self.elapsed}
         document |= {"seconds_aside": self.aside, "spent": self.spent()}
         document["groups"] = summaries(list(self.rows.values()))
         part = self.path.with_suffix(".part")
@@ -209,9 +209,8 @@ def run_shard(
         if attempts >= MAX_ATTEMPTS:
             reason = f"given up: the process ended {attempts} times in this cell"
             shard.rows[cell.name] = Row(cell, not_timed={OURS: reason})
-            shard.save()
             continue
-        shard.save()
+        shard.save()  # the row before, and that this one was begun
         begun = clock()
         try:
             row = measure(cell, makers, device, effort)
@@ -219,14 +218,15 @@ def run_shard(
             shard.rows[cell.name] = error.row
             shard.save()
             raise
+        row.limit = shard.limits.get(f"matmul_{cell.dtype}")
         shard.rows[cell.name] = row
         shard.elapsed[cell.name] = clock() - begun
-        shard.save()
         if on_cell is not None:
             on_cell(row)
+    shard.save()
     if todo:
         shard.note_limits(dtypes, rate)
-    shard.save()
+        shard.save()
     return all(cell.name in shard.rows for cell in cells)
 
 

@@ -245,15 +245,17 @@ def _kind(cell: Cell) -> str:
     return f"D={cell.dims}{grouped} {cell.mask}{' ragged' if cell.lengths else ''}"
 
 
-def report(rows: Sequence[Row], limits: Mapping[str, float], suite: str) -> dict[str, object]:
-    """Put rows, group means, limits and provenance into one JSON-ready document."""
+def report(
+    rows: Sequence[Row], limits: Mapping[str, float], suite: str, about: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Put rows, group means, limits and provenance (`about`, or this moment's) into one JSON-ready document."""
     from kilat.bench.machine import provenance
 
     groups = [{**vars(g), "ratio": _number(g.ratio), "smallest": _number(g.smallest)} for g in group_rows(rows)]
     return {
         "schema": 1,
         "suite": suite,
-        **provenance(),
+        **(provenance() if about is None else about),
         "limits": dict(limits),
         "groups": groups,
         "rows": [row.to_json() for row in rows],
