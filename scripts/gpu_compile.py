@@ -4,7 +4,7 @@ Each row is a kind of Problem, measured in processes of its own, after torch has
 backward with an empty cache of Triton's; again in new processes that find the kernels on disk, where Triton is imported
 by the first call (as for a user) or before it; and which kernels further lengths and batches compile. That must be
 none, but for full attention in Gluon: its backward has a kernel of its own for multiples of 128 keys. The goals: cold
-10 s, warm 0.3 s.
+10 s, warm 0.3 s. Rows that FILE has of the same revision are not measured again.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def in_new_process(name: str, cache: Path, *options: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def row_of(name: str) -> dict[str, Any]:
+def row_of(name: str, processes: int = WARM) -> dict[str, Any]:
     """All figures of one kind of Problem, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         cold = in_new_process(name, Path(folder))
         kernels = len([x for x in Path(folder).rglob("*.json") if not x.name.startswith("__grp__")])
-        warm = [in_new_process(name, Path(folder)) for _ in range(WARM)]
-        imported = [in_new_process(name, Path(folder), "--imported") for _ in range(WARM)]
+        warm = [in_new_process(name, Path(folder)) for _ in range(processes)]
+        imported = [in_new_process(name, Path(folder), "--imported") for _ in range(processes)]
     return {
         "name": name,
         "kernels": kernels,
@@ -139,11 +139,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines)
 
 
+def earlier(path: Path | None, git: Any) -> list[dict[str, Any]]:
+    """The rows of a file that the command goes on with; raises ValueError if another revision wrote it."""
+    if path is None or not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document["git"] != git:
+        raise ValueError(f"{path} must hold git {git} to be gone on with; got {document['git']}")
+    return list(document["rows"])
+
+
 def main() -> int:
-    """Measure; 1 if other lengths compiled a kernel."""
+    """Measure; 1 if other lengths compiled a kernel, or a row was not reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--rows", default=",".join(ROWS), help="names, between commas")
+    parser.add_argument("--warm", type=int, default=WARM, help="processes of each kind that find the kernels on disk")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no row after so long")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--imported", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -155,12 +167,20 @@ def main() -> int:
     names = options.rows.split(",")
     if unknown := set(names) - set(ROWS):
         parser.error(f"--rows must name some of {', '.join(ROWS)}; got {', '.join(sorted(unknown))}")
-    rows = [row_of(name) for name in names]
+    begin, about = time.monotonic(), machine.provenance() | {"versions": machine.gpu_versions(), "gpu": machine.gpu()}
+    rows = earlier(options.json, about["git"])
+    for name in names:
+        if any(row["name"] == name for row in rows) or time.monotonic() - begin > options.seconds:
+            continue
+        rows.append(row_of(name, options.warm))
+        if options.json is not None:
+            part = options.json.with_suffix(".part")
+            part.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+            part.replace(options.json)
     print(table(rows))
-    document = machine.provenance() | {"versions": machine.gpu_versions(), "gpu": machine.gpu(), "rows": rows}
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return int(any(row["compiled_for_other_lengths"] != ROWS[row["name"]].get("variants", []) for row in rows))
+    missing = set(names) - {row["name"] for row in rows}
+    others = any(row["compiled_for_other_lengths"] != ROWS[row["name"]].get("variants", []) for row in rows)
+    return int(others or bool(missing))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 What kernels are compiled for comes from a fixed list of templates, so that thousands of Problems need a few hundred
 kernels: compiling was nearly all of the time when it was drawn freely (2 kernels a Problem). Sizes, lengths, number of
 heads and values are drawn by the Problem's number alone. Each backend gets every Problem that it accepts; the JSON
-counts what ran, passes, refusals by reason, and holds every failure with the case that reproduces it.
+counts what ran, passes, refusals by reason, and holds every failure with the case that reproduces it. Until all have
+run it also holds what became of each, so that the command goes on where it ended when it is repeated.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import gpu_pool
 
 gpu_pool.find_sources()
 
+SAVE_SECONDS = 20.0
 KINDS: tuple[dict[str, Any], ...] = (
     {"mask": "none"},
     {"mask": "causal"},
@@ -97,9 +99,14 @@ def work(item: tuple[int, tuple[str, ...]]) -> list[gpu_pool.Row]:
     return [row | {"number": number} for row in gpu_attempt.attempt(draw(number), backends)]
 
 
-def groups(count: int, backends: tuple[str, ...]) -> list[list[tuple[int, tuple[str, ...]]]]:
-    """Numbers by template, those first that compile longest."""
-    found = [[(n, backends) for n in range(first, count, len(TEMPLATES))] for first in range(len(TEMPLATES))]
+def groups(
+    count: int, backends: tuple[str, ...], known: frozenset[int] = frozenset()
+) -> list[list[tuple[int, tuple[str, ...]]]]:
+    """Numbers by template, but those that are known, those first that compile longest."""
+    found = [
+        [(n, backends) for n in range(first, count, len(TEMPLATES)) if n not in known]
+        for first in range(len(TEMPLATES))
+    ]
     return sorted(found, key=lambda group: -_cost(TEMPLATES[group[0][0] % len(TEMPLATES)]) if group else 0)
 
 
@@ -107,10 +114,37 @@ def _cost(template: dict[str, Any]) -> int:
     return (template.get("scores") == "all") * 4 + template["head_dim"] // 64 + (template["dtype"] == "float32") * 2
 
 
-def report(rows: list[gpu_pool.Row], lost: dict[int, str], options: argparse.Namespace, seconds: float) -> Any:
-    """The document: how many were asked for and ran, and what became of them."""
-    from kilat.bench import machine
+Held = tuple[list[gpu_pool.Row], dict[int, str]]
+"""Rows, and by number the reason of those whose process ended or hung."""
 
+
+def load(path: Path, about: dict[str, Any]) -> tuple[Held, float]:
+    """What a file holds that the command goes on with, and its seconds; raises ValueError if it is another revision's.
+
+    A file of all Problems has no rows, and begins anew.
+    """
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "rows" not in document:
+        return ([], {}), 0.0
+    if document["git"] != about["git"]:
+        raise ValueError(f"{path} must hold git {about['git']} to be gone on with; got {document['git']}")
+    return (list(document["rows"]), {int(n): why for n, why in document["lost"].items()}), document["seconds"]
+
+
+def save(path: Path, document: dict[str, Any], held: Held) -> None:
+    """Write the document, with the rows if some are still to run; whole or not at all."""
+    text = json.dumps(document, indent=1)
+    if document["problems"]["ran"] < document["problems"]["asked"]:
+        more = json.dumps({"rows": held[0], "lost": held[1]}, separators=(",", ":"))
+        text = f"{text[:-2]},\n{more[1:]}"
+    part = path.with_suffix(".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def report(held: Held, options: argparse.Namespace, about: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The document: how many were asked for and ran, and what became of them."""
+    rows, lost = held
     failures = [
         {"backend": row["backend"], "reason": row["reason"], "case": dataclasses.asdict(draw(row["number"]))}
         for row in sorted(rows, key=lambda row: row["number"])
@@ -121,9 +155,7 @@ def report(rows: list[gpu_pool.Row], lost: dict[int, str], options: argparse.Nam
         for number, reason in sorted(lost.items())
     ]
     ran = {row["number"] for row in rows} | set(lost)
-    return machine.provenance() | {
-        "versions": machine.gpu_versions(),
-        "device": machine.gpu(),
+    return about | {
         "seconds": round(seconds, 1),
         "problems": {"asked": options.count, "ran": len(ran), "templates": len(TEMPLATES)},
         "backends": gpu_attempt.summary(rows),
@@ -140,17 +172,23 @@ def main() -> int:
     parser.add_argument("--backends", default="triton,gluon")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    begin = time.monotonic()
-    rows: list[gpu_pool.Row] = []
-    lost: dict[int, str] = {}
-    todo = groups(options.count, tuple(options.backends.split(",")))
+    from kilat.bench import machine
+
+    begin = saved = time.monotonic()
+    about = {**machine.provenance(), "versions": machine.gpu_versions(), "device": machine.gpu()}
+    (rows, lost), spent = load(options.json, about)
+    known = frozenset({row["number"] for row in rows} | set(lost))
+    todo = groups(options.count, tuple(options.backends.split(",")), known)
     for item, found in gpu_pool.run(todo, work, options.jobs, begin + options.seconds):
         if isinstance(found, str):
             lost[item[0]] = found
         else:
             rows += found
-    document = report(rows, lost, options, time.monotonic() - begin)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if time.monotonic() - saved > SAVE_SECONDS:
+            saved = time.monotonic()
+            save(options.json, report((rows, lost), options, about, spent + saved - begin), (rows, lost))
+    document = report((rows, lost), options, about, spent + time.monotonic() - begin)
+    save(options.json, document, (rows, lost))
     print(json.dumps({name: document[name] for name in ("problems", "backends", "seconds")}, indent=1))
     for failure in document["failures"][:20]:
         print(failure["backend"], failure["case"]["name"], failure["reason"])

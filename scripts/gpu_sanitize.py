@@ -2,7 +2,8 @@
 
 Every kernel runs in a process of its own, first without the sanitizer, checked against float64, which also compiles it,
 then under each tool. DIR gets a trimmed log a tool and kernel, and sanitizer.json with the counts. torch's allocator
-caches nothing meanwhile, so that memcheck sees where each tensor ends.
+caches nothing meanwhile, so that memcheck sees where each tensor ends. What sanitizer.json has of the same revision is
+not run again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import gpu_pool
 gpu_pool.find_sources()
 
 MOST_LINES = 80
+LEAST_SECONDS = 15.0
 TOOLS = {"memcheck": ("--leak-check", "no"), "racecheck": ("--racecheck-report", "all")}
 PATHS = re.compile(r"/(?:[^\s/:()]+/)+")
 """Where a machine keeps its files is nobody's business."""
@@ -142,13 +144,59 @@ def counts_of(text: str) -> dict[str, int]:
     return {"errors": int(found[1])} if found else {}
 
 
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def earlier(path: Path, git: Any) -> dict[str, Any]:
+    """The results of a file that the command goes on with, but those that a tool did not finish."""
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"git": git, "results": {}}
+    if document["git"] != git:
+        raise ValueError(f"{path} must hold git {git} to be gone on with; got {document['git']}")
+    return {
+        name: {tool: one for tool, one in of.items() if not one["status"].startswith("stopped")}
+        for name, of in document["results"].items()
+    }
+
+
+def run_all(names: list[str], document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Every subject without a tool, then under each, into the document and DIR; begins nothing after the deadline."""
+    end = time.monotonic() + options.deadline
+    results: dict[str, dict[str, Any]] = document["results"]
+
+    def begin(tool: str, name: str) -> dict[str, Any] | None:
+        left = end - time.monotonic()
+        return run(tool, name, min(options.seconds, left)) if left > LEAST_SECONDS else None
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for tool in ("", *TOOLS):
+            todo = [name for name in names if (tool or "plain") not in results.get(name, {})]
+            of = {pool.submit(begin, tool, name): name for name in todo}
+            for future in as_completed(of):
+                one, name = future.result(), of[future]
+                if one is None:
+                    continue
+                text = one.pop("text")
+                one |= {"checked": "checked {" in text, **(counts_of(text) if tool else {})}
+                one["bad"] = _is_bad(tool or "plain", one)
+                results.setdefault(name, {})[tool or "plain"] = one
+                if tool or one["status"] != "0":
+                    (options.out / f"{tool or 'plain'}-{name}.log").write_text(trimmed(text), encoding="utf-8")
+                print(tool or "plain", name, one, flush=True)
+                write(options.out / "sanitizer.json", document)
+
+
 def main() -> int:
-    """Run everything; 1 if a result was wrong, a tool did not finish, or memcheck found something."""
+    """Run everything; 1 if a result was wrong, a tool did not finish or begin, or memcheck found something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", choices=SUBJECTS, help="run this call here, and nothing else")
     parser.add_argument("--only", default="", help="only subjects whose name holds this")
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=150.0, help="for a subject under a tool")
+    parser.add_argument("--deadline", type=float, default=3600.0, help="begin nothing after so long, and stop then")
     parser.add_argument("--out", type=Path, help="folder of logs and sanitizer.json")
     options = parser.parse_args()
     if options.one:
@@ -162,19 +210,12 @@ def main() -> int:
 
     options.out.mkdir(parents=True, exist_ok=True)
     names = [name for name in SUBJECTS if options.only in name]
-    document = machine.provenance() | {"versions": machine.gpu_versions(), "device": machine.gpu(), "results": {}}
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for tool in ("", *TOOLS):
-            found = pool.map(lambda name, tool=tool: run(tool, name, options.seconds), names)
-            for name, one in zip(names, found, strict=True):
-                text = one.pop("text")
-                one |= {"checked": "checked {" in text, **(counts_of(text) if tool else {})}
-                document["results"].setdefault(name, {})[tool or "plain"] = one
-                if tool or one["status"] != "0":
-                    (options.out / f"{tool or 'plain'}-{name}.log").write_text(trimmed(text), encoding="utf-8")
-                print(tool or "plain", name, one, flush=True)
-            (options.out / "sanitizer.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return int(any(_is_bad(tool, one) for of in document["results"].values() for tool, one in of.items()))
+    document = machine.provenance() | {"versions": machine.gpu_versions(), "device": machine.gpu()}
+    document |= {"subjects": names, "results": earlier(options.out / "sanitizer.json", document["git"])}
+    run_all(names, document, options)
+    results = document["results"]
+    missing = any(len(results.get(name, {})) <= len(TOOLS) for name in names)
+    return int(missing or any(one["bad"] for of in results.values() for one in of.values()))
 
 
 def _is_bad(tool: str, one: dict[str, Any]) -> bool:

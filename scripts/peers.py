@@ -84,13 +84,15 @@ def size(folder: Path) -> int:
 def lines(folder: str) -> str:
     """Shell lines that unpack `folder` on the other machine, where it may be read-only.
 
-    The .pth file of the DSL is not read from such a place, so its package path is named, too.
+    The .pth file of the DSL is not read from such a place, so its package path is named, too. flash-attn-4 keeps its
+    kernels there, so that processes share what each of them compiles.
     """
     return "\n".join(
         (
             "SITE=/tmp/peers-site; mkdir -p $SITE",
             f"for name in {' '.join(ARCHIVES)}; do tar xJf {folder}/$name -C $SITE; done",
             "export PYTHONPATH=$SITE:$SITE/nvidia_cutlass_dsl/dsl_packages:$PYTHONPATH",
+            "export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=/tmp/peers-kernels",
         )
     )
 

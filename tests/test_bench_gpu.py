@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from fake_device import FakeDevice, Ticking
 
 from kilat.bench import cells, contenders, gpu, gpu_groups, gpu_timing, h200, machine, peers
 from kilat.bench.cells import Cell, square
@@ -20,61 +20,6 @@ from kilat.bench.timing import Timing
 from kilat.cli import main
 
 EFFORT = gpu.Effort(reps=1, sustained=0)
-
-
-@dataclass
-class FakeEvent:
-    """A moment of the fake queue, in milliseconds."""
-
-    at: float
-
-    def elapsed_time(self, end: Any) -> float:
-        return end.at - self.at
-
-
-@dataclass
-class FakeDevice:
-    """A GPU whose calls take the times that they say themselves, and which may be lost."""
-
-    now: float = 0.0
-    flushes: int = 0
-    bytes: int = 100
-    most: int = 0
-    lost: bool = False
-    log: list[str] = field(default_factory=list[str])
-
-    def event(self) -> FakeEvent:
-        return FakeEvent(self.now)
-
-    def flush(self) -> None:
-        self.flushes += 1
-        self.now += 0.06
-
-    def synchronize(self) -> None:
-        if self.lost:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def allocated(self) -> int:
-        self.most = self.bytes
-        return self.bytes
-
-    def peak(self) -> int:
-        return self.most
-
-    def sensors(self) -> tuple[float, float]:
-        return 1980.0, 650.0
-
-    def call(self, name: str, milliseconds: float, extra: int = 0) -> Contender:
-        """A contender that takes so long, and `extra` bytes beside what it returns."""
-        returned = torch.zeros(8)
-
-        def work() -> Tensor:
-            self.log.append(name)
-            self.now += milliseconds
-            self.most = max(self.most, self.bytes + extra + 32)
-            return returned
-
-        return Contender(work, dict)
 
 
 def test_contenders_take_turns_behind_a_flush() -> None:
@@ -144,21 +89,7 @@ def _run(path: Path, some: list[Cell], effort: gpu.Effort = EFFORT, **more: Any)
     makers = more.pop("makers", {"kilat": contenders.sdpa_contender, "cudnn": contenders.sdpa_contender})
     shard = gpu.Shard.load(path, "h200", "1/1")
     device = more.pop("device", FakeDevice())
-    return gpu.run_shard(some, shard, makers, _Ticking(device), effort, rate=lambda _: 1e12, **more)
-
-
-class _Ticking:
-    """A device on whose clock every event is later than the one before."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self.device = device
-
-    def event(self) -> FakeEvent:
-        self.device.now += 1.0
-        return self.device.event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.device, name)
+    return gpu.run_shard(some, shard, makers, Ticking(device), effort, rate=lambda _: 1e12, **more)
 
 
 def test_a_shard_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -296,7 +227,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     """A machine that claims to have a GPU, and a suite of small CPU cells for it."""
     some = [*_cells(3), square("backward", 1, 1, 9, 8, "float32", True)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_timing, "Cuda", lambda: _Ticking(FakeDevice()))
+    monkeypatch.setattr(gpu_timing, "Cuda", lambda: Ticking(FakeDevice()))
     monkeypatch.setattr(gpu, "gpu_provenance", lambda: machine.provenance() | {"versions": {}, "device": {}})
     monkeypatch.setattr("kilat.cli.bench_gpu._processes", lambda: 1)
     monkeypatch.setattr(gpu, "matmul_rate", lambda dtype, device: 1e12)

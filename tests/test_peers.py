@@ -40,7 +40,9 @@ def test_the_printed_lines_unpack_what_was_packed(peers: Any, tmp_path: Path) ->
     peers.prepare(folder)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     script = peers.lines(str(folder)).replace("/tmp/peers-site", str(tmp_path / "site"))
-    subprocess.run(["bash", "-c", script], check=True)
+    env = "; echo $FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED $FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    done = subprocess.run(["bash", "-c", script + env], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "/tmp/peers-kernels"]
     text = (tmp_path / "site" / "package0" / "module.py").read_text()
     assert "nvidia-cutlass-dsl-libs-cu13" in text
 

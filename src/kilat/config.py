@@ -6,6 +6,7 @@
 | `KILAT_CONFIG_DIR` | folder of tuning tables; default `$XDG_CONFIG_HOME/kilat`, else `~/.config/kilat` |
 | `KILAT_CPU_ISA` | instruction set of the CPU kernels, one of `CPU_ISAS`; default the best one that the machine has |
 | `KILAT_CHECK_VALUES` | 1 checks lengths, offsets, page tables that live on a GPU, which stalls its stream; default 0 |
+| `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`, `..._DIR` | flash-attn-4's own; a benchmark sets them where they are unset |
 | `TRITON_INTERPRET` | Triton's own: 1 runs its kernels in an interpreter, on CPU tensors; default 0 |
 """
 
@@ -34,6 +35,12 @@ def config_dir() -> Path:
     if shared := os.environ.get("XDG_CONFIG_HOME"):
         return Path(shared) / "kilat"
     return Path(os.path.expanduser("~")) / ".config" / "kilat"
+
+
+def keep_flash_attn_4_kernels() -> None:
+    """Have flash-attn-4, which reads this while it is imported, keep compiled kernels on disk; what is set wins."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_dir() / "flash-attn-4"))
 
 
 def cpu_isa() -> str | None:

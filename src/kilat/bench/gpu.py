@@ -16,7 +16,8 @@ from kilat.bench.gpu_groups import summaries
 from kilat.bench.gpu_timing import Cost, Device, cost_of, extra_bytes, host_seconds, sustain, take_turns
 from kilat.bench.h200 import SUSTAINED, why_left_out
 from kilat.bench.machine import gpu, gpu_versions, provenance, without_folder
-from kilat.bench.run import OURS, Makers, Row, prepare, report
+from kilat.bench.run import OURS, Makers, Row, is_peer, prepare, report
+from kilat.bench.spent import Stopwatch, total
 
 MATMUL_SIZE = 8192
 # A cell that the process did not survive so often is given up.
@@ -37,7 +38,7 @@ class Effort:
 
     reps: int = 7
     seconds: float = 0.1
-    sustained: float = 2.0
+    sustained: float = 1.0
     deadline: float | None = None
 
 
@@ -46,21 +47,35 @@ def measure(cell: Cell, makers: Makers, device: Device, effort: Effort) -> Row:
     reasons = {name: why_left_out(cell, name) for name in makers}
     row, ready = prepare(cell, {name: make for name, make in makers.items() if not reasons[name]})
     row.not_timed |= {name: reason for name, reason in reasons.items() if reason}
+    watch = Stopwatch(device.synchronize, row.spent)
     try:
         device.synchronize()
         with torch.set_grad_enabled(cell.direction == "backward"):
-            costs = {name: cost_of(contender, device) for name, contender in ready.items()}
-            if ready:
-                row.timings = take_turns(ready, device, costs, reps=effort.reps, seconds=effort.seconds)
-            for name, contender in ready.items():
-                row.host_seconds[name] = host_seconds(contender, device, costs[name])
-                row.extra_bytes[name] = extra_bytes(contender, device)
-                if cell.name in SUSTAINED and effort.sustained:
-                    row.sustained[name] = sustain(contender, device, costs[name], seconds=effort.sustained)
+            with watch.part("warm-up"):
+                costs = {name: cost_of(contender, device) for name, contender in ready.items()}
+            with watch.part("rounds"):
+                if ready:
+                    row.timings = take_turns(ready, device, costs, reps=effort.reps, seconds=effort.seconds)
+            with watch.part("host time"):
+                for name, contender in ready.items():
+                    row.host_seconds[name] = host_seconds(contender, device, costs[name])
+            with watch.part("memory"):
+                for name, contender in ready.items():
+                    row.extra_bytes[name] = extra_bytes(contender, device)
+            with watch.part("sustained"):
+                for name in held_for_seconds(row) if effort.sustained else ():
+                    row.sustained[name] = sustain(ready[name], device, costs[name], seconds=effort.sustained)
     except RuntimeError as error:
         row.not_timed.setdefault(OURS, f"{type(error).__name__}: {error}")
         raise LostDeviceError(row, str(error)) from error
     return row
+
+
+def held_for_seconds(row: Row) -> list[str]:
+    """Who also runs for seconds in a cell: kilat and the fastest peer, in the cells of SUSTAINED."""
+    if row.cell.name not in SUSTAINED:
+        return []
+    return [name for name in row.timings if name == OURS or (is_peer(name) and name == row.best_peer)]
 
 
 def matmul_rate(dtype: str, device: Device, size: int = MATMUL_SIZE, where: str = "cuda") -> float:
@@ -87,6 +102,7 @@ class Shard:
     attempts: dict[str, int] = field(default_factory=dict[str, int])
     about: dict[str, object] = field(default_factory=dict[str, object])
     elapsed: dict[str, float] = field(default_factory=dict[str, float])  # seconds of each cell, checks included
+    aside: dict[str, float] = field(default_factory=dict[str, float])  # seconds that belong to no cell
 
     @staticmethod
     def load(path: Path, suite: str, shard: str) -> Shard:
@@ -102,24 +118,38 @@ class Shard:
         made.rows = {row.cell.name: row for row in map(Row.from_json, document["rows"])}
         made.limits, made.attempts = dict(document["limits"]), dict(document["attempts"])
         made.elapsed = dict(document.get("cell_seconds", {}))
+        made.aside = dict(document.get("seconds_aside", {}))
         return made
 
     def save(self) -> None:
         """Write the file anew; a reader or a killed process never sees half of it."""
+        begin = time.monotonic()
         for row in self.rows.values():
             row.limit = self.limits.get(f"matmul_{row.cell.dtype}")
-        document = report(list(self.rows.values()), self.limits, self.suite)
-        document |= {**self.about, "shard": self.shard, "attempts": self.attempts, "cell_seconds": self.elapsed}
+        document = report(list(self.rows.values()), self.limits, self.suite, self.about)
+        document |= {"shard": self.shard, "attempts": self.attempts, "cell_seconds": self.elapsed}
+        document |= {"seconds_aside": self.aside, "spent": self.spent()}
         document["groups"] = summaries(list(self.rows.values()))
         part = self.path.with_suffix(".part")
         part.write_text(dumps(document), encoding="utf-8")
         part.replace(self.path)
+        self.note_aside("saving", time.monotonic() - begin)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by part, of all cells and beside them, the costliest first."""
+        return total([self.aside, *(row.spent for row in self.rows.values())])
+
+    def note_aside(self, name: str, elapsed: float) -> None:
+        """Add seconds that belong to no cell."""
+        self.aside[name] = self.aside.get(name, 0.0) + elapsed
 
     def note_limits(self, dtypes: Sequence[str], rate: Callable[[str], float]) -> None:
         """Measure the matmul rates of these dtypes; the best of all measurements counts."""
+        begin = time.monotonic()
         for dtype in dtypes:
             key = f"matmul_{dtype}"
             self.limits[key] = max(rate(dtype), self.limits.get(key, 0.0))
+        self.note_aside("matmul", time.monotonic() - begin)
 
 
 def gpu_provenance() -> dict[str, object]:
@@ -179,9 +209,8 @@ def run_shard(
         if attempts >= MAX_ATTEMPTS:
             reason = f"given up: the process ended {attempts} times in this cell"
             shard.rows[cell.name] = Row(cell, not_timed={OURS: reason})
-            shard.save()
             continue
-        shard.save()
+        shard.save()  # the row before, and that this one was begun
         begun = clock()
         try:
             row = measure(cell, makers, device, effort)
@@ -189,14 +218,15 @@ def run_shard(
             shard.rows[cell.name] = error.row
             shard.save()
             raise
+        row.limit = shard.limits.get(f"matmul_{cell.dtype}")
         shard.rows[cell.name] = row
         shard.elapsed[cell.name] = clock() - begun
-        shard.save()
         if on_cell is not None:
             on_cell(row)
+    shard.save()
     if todo:
         shard.note_limits(dtypes, rate)
-    shard.save()
+        shard.save()
     return all(cell.name in shard.rows for cell in cells)
 
 

@@ -23,7 +23,9 @@ from kilat.bench.timing import Timing
 # Several times the largest L2; clearing it takes about FLUSH_SECONDS, in which the host gets ahead of the GPU.
 FLUSH_BYTES, FLUSH_SECONDS = 256 << 20, 60e-6
 MAX_FLUSHES = 16
-WARMUP_CALLS = 3
+HOST_TIME_SECONDS = 0.05
+# Calls of a warm-up, but one only where a call takes so long.
+WARMUP_CALLS, LONG_CALL_SECONDS = 3, 0.5
 # A batch of rounds is enqueued before its events are read; short enough not to fill the launch queue.
 ROUNDS_AHEAD = 10
 SAMPLE_SECONDS = 0.05
@@ -122,15 +124,17 @@ class Cost:
 def cost_of(contender: Contender, device: Device) -> Cost:
     """Warm a contender up and see what a call takes, roughly."""
     with contender.context():
+        begin = time.perf_counter()
         contender.call()
         device.synchronize()
+        calls = WARMUP_CALLS if time.perf_counter() - begin < LONG_CALL_SECONDS else 1
         start, before = device.event(), time.perf_counter()
-        for _ in range(WARMUP_CALLS):
+        for _ in range(calls):
             contender.call()
-        host = (time.perf_counter() - before) / WARMUP_CALLS
+        host = (time.perf_counter() - before) / calls
         end = device.event()
     device.synchronize()
-    return Cost(start.elapsed_time(end) * 1e-3 / WARMUP_CALLS, host)
+    return Cost(start.elapsed_time(end) * 1e-3 / calls, host)
 
 
 def take_turns(
@@ -179,8 +183,9 @@ def _timed(contender: Contender, device: Device, flushes: int) -> tuple[Event, E
 
 
 def host_seconds(contender: Contender, device: Device, cost: Cost, calls: int = 20) -> float:
-    """Median time from Python to the launch, without waiting for the GPU."""
-    calls = max(3, min(calls, int(0.2 / max(cost.gpu, 1e-6))))
+    """Median time from Python to the launch, without waiting for the GPU; fewer calls where they take it long."""
+    least = 1 if cost.gpu > LONG_CALL_SECONDS else 5
+    calls = max(least, min(calls, int(HOST_TIME_SECONDS / max(cost.gpu, 1e-6))))
     times: list[float] = []
     device.synchronize()
     with contender.context():
@@ -241,7 +246,7 @@ def sustain(
     device: Device,
     cost: Cost,
     *,
-    seconds: float = 2.0,
+    seconds: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Sustained:
     """Run a contender for `seconds`, and report on what comes after the first quarter, when the clock has settled."""

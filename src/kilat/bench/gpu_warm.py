@@ -11,8 +11,8 @@ import torch
 
 from kilat.bench.cells import Cell
 from kilat.bench.contenders import make_inputs
-from kilat.bench.h200 import WARMED, family, why_left_out
-from kilat.bench.peers import makers
+from kilat.bench.h200 import COMPILE_SECONDS, WARMED, family, why_left_out
+from kilat.bench.peers import AbsentError, load_fa4, makers
 
 MOST_SECONDS = 120.0
 """A contender that hangs, and one that takes its process with it, are left to the measurement after so long."""
@@ -22,14 +22,17 @@ Task = tuple[Cell, str, str]  # cell, contender, kilat's backend
 
 
 def tasks(cells: Sequence[Cell], names: Sequence[str], backend: str) -> list[Task]:
-    """What is compiled: the least cell of every family and direction; flex compiles lengths in, so every cell."""
+    """What is compiled, what takes longest first.
+
+    The least cell of every family and direction; flex compiles lengths in, so every cell.
+    """
     found: dict[tuple[object, ...], Task] = {}
     for cell in sorted(cells, key=lambda cell: cell.flops):
         for name in names:
             if name in WARMED and not why_left_out(cell, name):
                 key = (name, cell.direction, family(cell), cell.name if name == "flex" else "")
                 found.setdefault(key, (cell, name, backend))
-    return list(found.values())
+    return sorted(found.values(), key=lambda task: (-COMPILE_SECONDS[task[1]], task[0].direction))
 
 
 def warm_one(task: Task) -> str:
@@ -43,6 +46,8 @@ def warm_one(task: Task) -> str:
             torch.cuda.synchronize()
             del contender
             torch.cuda.empty_cache()
+    except AbsentError:  # every row says so
+        return ""
     except Exception as error:  # noqa: BLE001  the measurement meets the same, and says so in its row
         return f"{cell.name}, {name}: {type(error).__name__}: {error}".splitlines()[0]
     return ""
@@ -50,13 +55,20 @@ def warm_one(task: Task) -> str:
 
 def warm(some: Sequence[Task], processes: int) -> list[str]:
     """Do the tasks in processes of their own; what went wrong, each in a sentence."""
-    return aside(some, warm_one, processes)
+    loads = any(name == "fa4" for _, name, _ in some)
+    return aside(some, warm_one, processes, meanwhile=load_fa4 if loads else None)
 
 
 def aside(
-    some: Sequence[Work], work: Callable[[Work], str], processes: int, seconds: float = MOST_SECONDS
+    some: Sequence[Work],
+    work: Callable[[Work], str],
+    processes: int,
+    seconds: float = MOST_SECONDS,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[str]:
     """Do `work` in processes of their own, for so many seconds at most; what it said, where that is not "".
+
+    `meanwhile` is done here.
 
     A process that hangs or dies costs the time until then, and what nobody has done by then is left.
     """
@@ -64,6 +76,8 @@ def aside(
     end = time.monotonic() + seconds
     with get_context("spawn").Pool(processes, initializer=_alone) as pool:  # leaving it ends the processes
         found = pool.imap_unordered(work, some)
+        if meanwhile is not None:
+            meanwhile()
         for done in range(len(some)):
             try:
                 reasons.append(found.next(max(0.0, end - time.monotonic())))

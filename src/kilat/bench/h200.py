@@ -25,14 +25,16 @@ CONTENDERS = ("kilat", "kilat-deterministic", "cudnn", "flash", "flex", "fa4")
 
 # What a shard takes, in seconds, roughly: inputs and the check of a cell; a contender's clock, warm-up, host time and
 # memory; so many of its calls at a low rate; a sustained run; compiling, once a family and direction, flex every cell.
-CELL_SECONDS, CONTENDER_SECONDS, SUSTAINED_SECONDS = 0.6, 0.5, 2.3
-CALLS, CALL_RATE = 12, 400e12
-COMPILE_SECONDS = {"kilat": 5.0, "kilat-deterministic": 5.0, "fa4": 6.0, "flex": 10.0}
+# The first run on an H200 had cells of 15.2, 14.6 and 16.7 s (backward at 16k, three contenders): three sustained runs
+# took 7 of them, flash-attn-4's compiler, which then ran in the cell, 5 to 10; its import added 14 to the first cell.
+CELL_SECONDS, CONTENDER_SECONDS, SUSTAINED_SECONDS = 0.6, 0.3, 1.3
+CALLS, LONG_CALLS, CALL_RATE = 12, 8, 400e12
+COMPILE_SECONDS = {"kilat": 5.0, "kilat-deterministic": 5.0, "fa4": 8.0, "flex": 10.0}
 # Contenders whose kernels are kept on disk, with the seconds that it takes to find them there; and that of a warm-up
-# beside the compiling, which is shared by its processes.
-WARMED = {"kilat": 0.3, "kilat-deterministic": 0.3, "flex": 2.0}
-WARM_UP_SECONDS = 20.0
-# Cells that every contender also runs for seconds, at the clock that the power limit leaves.
+# beside the compiling, which is shared by its processes: they start, and import torch, Triton and flash-attn-4.
+WARMED = {"kilat": 0.3, "kilat-deterministic": 0.3, "fa4": 0.4, "flex": 2.0}
+WARM_UP_SECONDS = 30.0
+# Cells that kilat and its best peer also run for seconds, at the clock that the power limit leaves.
 SUSTAINED = frozenset(
     f"{direction} bfloat16 {mask} N=16384 D={dim} B=1 H={HIDDEN // dim}"
     for direction in DIRECTIONS
@@ -159,14 +161,16 @@ def seconds_of(cell: Cell, name: str) -> float:
     """What a contender takes in a cell, compiling aside."""
     if why_left_out(cell, name):
         return 0.0
-    return CONTENDER_SECONDS + CALLS * cell.flops / CALL_RATE + SUSTAINED_SECONDS * (cell.name in SUSTAINED)
+    calls = LONG_CALLS if cell.seqlen_kv > max(LENGTHS) else CALLS
+    return CONTENDER_SECONDS + calls * cell.flops / CALL_RATE
 
 
-def estimate(cells: Sequence[Cell], names: Sequence[str] = CONTENDERS, jobs: int = 1) -> float:
+def estimate(cells: Sequence[Cell], names: Sequence[str] = CONTENDERS, jobs: int = 1, sustained: bool = True) -> float:
     """Seconds that a command needs for these cells and contenders, if so many processes compile before."""
     total, compiled = WARM_UP_SECONDS * (jobs > 1), set[tuple[object, ...]]()
     for cell in cells:
         total += CELL_SECONDS + sum(seconds_of(cell, name) for name in names)
+        total += SUSTAINED_SECONDS * min(2, len(names)) * (sustained and cell.name in SUSTAINED)
         for name in names:
             kernels = (name, cell.direction, family(cell), cell.name if name == "flex" else "")
             if name in COMPILE_SECONDS and not why_left_out(cell, name) and kernels not in compiled:
@@ -177,9 +181,10 @@ def estimate(cells: Sequence[Cell], names: Sequence[str] = CONTENDERS, jobs: int
 
 
 def deal(cells: Sequence[Cell], index: int, count: int, names: Sequence[str] = CONTENDERS) -> list[Cell]:
-    """Return shard `index` of `count` (from 1), what matters most and takes longest first.
+    """Return shard `index` of `count` (from 1), what matters most first.
 
-    Whole families, the most costly first, each to the shard that has least to do.
+    Whole families, the most costly first, each to the shard that has least to do. Within a tier short sequences come
+    first, and a shape's backward after its forward, so that a part of a shard covers much.
     """
     families: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
@@ -191,4 +196,8 @@ def deal(cells: Sequence[Cell], index: int, count: int, names: Sequence[str] = C
         least = load.index(min(load))
         load[least] += costs[key]
         dealt[least] += families[key]
-    return sorted(dealt[index - 1], key=lambda cell: (tier(cell), -cell.flops))
+
+    def early(cell: Cell) -> tuple[object, ...]:
+        return tier(cell), cell.seqlen_kv, str(replace(cell, direction="forward")), cell.direction == "backward"
+
+    return sorted(dealt[index - 1], key=early)

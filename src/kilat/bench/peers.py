@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kilat import config
 from kilat.bench.cells import Cell
 from kilat.bench.contenders import Contender, Inputs, backward_of, kilat_contender, leaf, swap
 from kilat.bench.run import OURS, Makers
@@ -124,12 +126,19 @@ def flex(cell: Cell, inputs: Inputs) -> Contender:
 
 @cache
 def _fa4() -> Any:
-    """flash-attn-4; raises AbsentError where it cannot be imported."""
+    """flash-attn-4, which keeps its kernels on disk; raises AbsentError where it cannot be imported."""
+    config.keep_flash_attn_4_kernels()
     try:
         from flash_attn import cute  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
     except Exception as error:  # its compiler's libraries raise what they like
         raise AbsentError(f"flash-attn-4 cannot be imported here: {type(error).__name__}: {error}") from error
     return cute
+
+
+def load_fa4() -> None:
+    """Import flash-attn-4, if it is there: about ten seconds, which nobody should wait for in a cell."""
+    with suppress(AbsentError):
+        _fa4()
 
 
 def fa4(cell: Cell, inputs: Inputs) -> Contender:

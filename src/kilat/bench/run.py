@@ -12,6 +12,7 @@ from kilat.bench.cells import Cell
 from kilat.bench.contenders import MAKERS, Contender, Inputs, make_inputs
 from kilat.bench.gpu_timing import Sustained
 from kilat.bench.limits import matmul_rate, read_bandwidth
+from kilat.bench.spent import Stopwatch
 from kilat.bench.timing import Timing, geometric_mean, interleave
 from kilat.bench.verify import Verdict, expect, verify
 
@@ -30,7 +31,8 @@ def is_peer(name: str) -> bool:
 class Row:
     """A cell's outcome: errors and times by contender, and the reason of every contender that was not timed.
 
-    GPU suites also have host_seconds, extra_bytes (peak above inputs and outputs) and, for some cells, sustained.
+    GPU suites also have host_seconds, extra_bytes (peak above inputs and outputs), for some cells sustained, and spent:
+    where the seconds of the whole cell went.
     """
 
     cell: Cell
@@ -42,6 +44,7 @@ class Row:
     host_seconds: dict[str, float] = field(default_factory=dict[str, float])
     extra_bytes: dict[str, int] = field(default_factory=dict[str, int])
     sustained: dict[str, Sustained] = field(default_factory=dict[str, Sustained])
+    spent: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def ok(self) -> bool:
@@ -101,6 +104,7 @@ class Row:
         if self.cell.device != "cpu" or self.host_seconds:
             found |= {"backend": self.backend, "host_seconds": self.host_seconds, "extra_bytes": self.extra_bytes}
             found |= {"sustained": {name: vars(sustained) for name, sustained in self.sustained.items()}}
+            found |= {"spent": self.spent}
         return found
 
     @staticmethod
@@ -121,6 +125,7 @@ class Row:
             dict(values.get("host_seconds", {})),
             dict(values.get("extra_bytes", {})),
             {name: Sustained(**sustained) for name, sustained in values.get("sustained", {}).items()},
+            dict(values.get("spent", {})),
         )
 
 
@@ -129,15 +134,22 @@ def prepare(cell: Cell, makers: Makers) -> tuple[Row, dict[str, Contender]]:
 
     A contender that refuses the cell or computes something else is not among them; the row says why.
     """
-    row = Row(cell)
-    inputs = make_inputs(cell)
-    expected = expect(cell, inputs)
+    watch = Stopwatch.of(cell.device)
+    row = Row(cell, spent=watch.spent)
+    with watch.part("inputs"):
+        inputs = make_inputs(cell)
+    with watch.part("oracle"):
+        expected = expect(cell, inputs)
     ready: dict[str, Contender] = {}
     for name, make in makers.items():
         try:
-            contender = make(cell, inputs)
-            with torch.set_grad_enabled(cell.direction == "backward"), contender.context():
-                verdicts = verify(contender.results(), expected)
+            with watch.part(f"first call, {name}"):  # a backward's forward, too, and what they compile
+                contender = make(cell, inputs)
+                with torch.set_grad_enabled(cell.direction == "backward"), contender.context():
+                    results = contender.results()
+            with watch.part(f"check, {name}"):
+                verdicts = verify(results, expected)
+            del results  # or the next contender would have that much less memory
         except Exception as error:  # noqa: BLE001  whatever a contender raises is why it was not timed
             row.not_timed[name] = f"{type(error).__name__}: {error}"
             continue
@@ -233,15 +245,17 @@ def _kind(cell: Cell) -> str:
     return f"D={cell.dims}{grouped} {cell.mask}{' ragged' if cell.lengths else ''}"
 
 
-def report(rows: Sequence[Row], limits: Mapping[str, float], suite: str) -> dict[str, object]:
-    """Put rows, group means, limits and provenance into one JSON-ready document."""
+def report(
+    rows: Sequence[Row], limits: Mapping[str, float], suite: str, about: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Put rows, group means, limits and provenance (`about`, or this moment's) into one JSON-ready document."""
     from kilat.bench.machine import provenance
 
     groups = [{**vars(g), "ratio": _number(g.ratio), "smallest": _number(g.smallest)} for g in group_rows(rows)]
     return {
         "schema": 1,
         "suite": suite,
-        **provenance(),
+        **(provenance() if about is None else about),
         "limits": dict(limits),
         "groups": groups,
         "rows": [row.to_json() for row in rows],

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kilat.bench.run import Row
 
 SUITES = ("h200", "h200-quick", "h200-long")
+SUSTAINED_SUITES = {"h200": 1.0}
+"""Suites that run some cells for seconds, and for how many: a change to a kernel is judged by bursts."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _processes() -> int:
     return max(1, (os.cpu_count() or 1) - 2)
 
 
-def _prepare(cells: list[Cell], request: Request, names: list[str]) -> None:
+def _prepare(cells: list[Cell], request: Request, names: list[str], sustained: bool) -> None:
     """Say how long the cells will take, and compile what is kept on disk in several processes."""
     from kilat.bench.gpu_warm import tasks, warm
     from kilat.bench.h200 import estimate
@@ -137,7 +139,7 @@ def _prepare(cells: list[Cell], request: Request, names: list[str]) -> None:
     asked = [name for name in names if not request.contenders or name in (OURS, *request.contenders)]
     todo = tasks(cells, asked, request.backend)
     jobs = min(_processes(), len(todo))
-    needed = estimate(cells, asked, jobs)
+    needed = estimate(cells, asked, jobs, sustained)
     late = request.deadline is not None and needed > request.deadline
     show(f"{len(cells)} cells, about {needed:.0f} s{', more than the deadline' if late else ''}")
     for reason in warm(todo, jobs) if jobs > 1 else ():
@@ -162,9 +164,11 @@ def run_gpu(suite: str, cells: list[Cell], request: Request, json_path: Path | N
         raise ValueError(f"suite {suite} needs a CUDA device; torch sees none")
     begin, device = time.monotonic(), Cuda()
     shard = Shard.load(json_path, suite, request.shard)
-    _prepare([cell for cell in mine if cell.name not in shard.rows], request, list(makers))
+    held = SUSTAINED_SUITES.get(suite, 0.0)
+    _prepare([cell for cell in mine if cell.name not in shard.rows], request, list(makers), held > 0)
+    shard.note_aside("preparation", time.monotonic() - begin)
     deadline = None if request.deadline is None else request.deadline - (time.monotonic() - begin)
-    effort = Effort(reps=reps, deadline=deadline)
+    effort = Effort(reps=reps, sustained=held, deadline=deadline)
     done = run_shard(
         mine,
         shard,
@@ -175,6 +179,7 @@ def run_gpu(suite: str, cells: list[Cell], request: Request, json_path: Path | N
         on_cell=lambda row: show(_line(row)),
     )
     show_rows(list(shard.rows.values()))
+    show("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in shard.spent().items() if value >= 0.05))
     if not done:
         show(f"deadline: {len(shard.rows)} of {len(mine)} cells measured; run the same command again to go on")
     return done and all(row.ok for row in shard.rows.values())
