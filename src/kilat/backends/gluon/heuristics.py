@@ -37,6 +37,7 @@ class ForwardConfig:
     staging: int
     q_stages: int
     turns: bool  # consumers issue their products one after the other
+    stages: int = STAGES  # buffers of K and V
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from kilat.tune.table import Bucket
 if TYPE_CHECKING:
     from kilat.problem import Operands, Problem
 
+PIECE = 64
+"""Columns of a piece of the output, as in `forward_parts`, which needs Gluon."""
+
 SPARE_REGISTERS = 30
 """Of a consumer's thread, beside its accumulators and the halves of P."""
 
@@ -77,8 +80,9 @@ def forward_config(problem: Problem) -> heuristics.ForwardConfig:
 def shared_bytes(config: heuristics.ForwardConfig) -> int:
     """Shared memory of the forward's tiles; barriers and what the compiler needs come on top."""
     dim, dim_v, rows = sum(config.d), sum(config.v), 64 * config.consumers
-    numbers = config.q_stages * rows * dim + heuristics.STAGES * config.block_kv * (dim + dim_v)
-    return 2 * (numbers + (rows * dim_v if config.staging == 1 else 0))
+    numbers = config.q_stages * rows * dim + config.stages * config.block_kv * (dim + dim_v)
+    staged = {1: dim_v, 3: 2 * PIECE}.get(config.staging, 0)  # columns
+    return 2 * (numbers + rows * staged)
 
 
 def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool:
@@ -86,9 +90,17 @@ def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool
     accumulators = sum(config.v) // 2 + 3 * config.block_kv // 4
     boxable = problem.out_dtype == problem.dtype and problem.head_dim_v % 8 == 0
     through_q = config.d[0] == config.v[0] and not config.v[1] and config.q_stages == 1
-    leaves = config.staging == 0 or (boxable and (config.staging == 1 or through_q))
+    in_pieces = config.v == (4 * PIECE, 0)
+    ways = {0: True, 1: boxable, 2: boxable and through_q, 3: boxable and in_pieces}
     fits = shared_bytes(config) <= heuristics.MAX_SHARED
-    return leaves and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
+    return ways[config.staging] and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
+
+
+def forward_is_candidate(problem: Problem, config: heuristics.ForwardConfig) -> bool:
+    """Whether to measure it: a third buffer of K and V only with the tiles of the built-in configuration."""
+    built_in = heuristics.forward_config(problem)
+    same = (config.consumers, config.block_kv, config.turns) == (built_in.consumers, built_in.block_kv, built_in.turns)
+    return forward_is_legal(problem, config) and (same or config.stages == built_in.stages)
 
 
 def is_unequal(problem: Problem) -> bool:
@@ -139,11 +151,12 @@ TUNABLES = (
         lambda problem: {
             "consumers": (2, 3),
             "block_kv": (64, 128),
-            "staging": (0, 1, 2),
+            "staging": (0, 1, 2, 3),
             "q_stages": (1, 2),
             "turns": (False, True),
+            "stages": (2, 3),
         },
-        forward_is_legal,
+        forward_is_candidate,
     ),
     Tunable(
         "forward schedule",
