@@ -58,16 +58,28 @@ def test_candidates_of_the_forward() -> None:
         assert {(one["consumers"], one["turns"]) for one in third} == {(3, True) if dim == 64 else (2, False)}
 
 
-def test_gluon_backward() -> None:
-    """`turns` is a constant of the kernel, and no other differs."""
+@pytest.mark.parametrize("knob", ["turns", "do_first"])
+def test_gluon_backward(knob: str) -> None:
+    """Each knob is a constant of the kernel, and no other differs."""
     problem, _ = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
     problem = replace(problem, needs_grad=True, grad_of=frozenset("qkv"))
     constants = []
-    for turns in (False, True):
-        with forced("gluon", "backward", {"turns": turns}):
+    for value in (False, True):
+        with forced("gluon", "backward", {knob: value}):
             constants.append(backward_launch._make_plan(problem).constants)
-    assert constants[1] == backward_launch._make_plan(problem).constants
+    assert backward_launch._make_plan(problem).constants in constants
     assert [one for one in zip(*constants, strict=True) if one[0] != one[1]] == [(False, True)]
+    odd = replace(problem, head_dim=127, memo={})
+    with forced("gluon", "backward", {"turns": False, "do_first": True}):
+        assert backward_launch._make_plan(odd).constants == backward_launch._make_plan(replace(odd, memo={})).constants
+
+
+def test_candidates_of_the_backward() -> None:
+    problem, op = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
+    names = ("turns", "do_first")
+    for dim, values in ((128, [(True, False), (False, False), (False, True), (True, True)]), (64, [(False, False)])):
+        found = tuning.TUNABLES[2].candidates(replace(problem, head_dim=dim, head_dim_v=dim), op)
+        assert [tuple(one[name] for name in names) for one in found] == values
 
 
 @pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])

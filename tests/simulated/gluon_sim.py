@@ -218,26 +218,26 @@ class Copies:
 
     def _out(self, desc: Desc, coord: Sequence[Any], src: Smem, add: bool) -> None:
         box = desc.box(coord)
-        pending, this = self.local.__dict__.setdefault("pending", []), object()
+        issued, read = self.local.__dict__.setdefault("issued", []), threading.Event()
 
         def leave() -> None:
             self._check(src)
             desc.write(box, src.data, add)
-            pending.remove(this)
+            read.set()
 
         with self.sim.lock:
             self._check(src)
-            pending.append(this)
+            issued.append(read)
             self.sim.stores.append(leave)
 
     def store_wait(self, pendings: int = 0) -> None:
         """Until of this partition's stores all but the last `pendings` have read their source."""
         with self.sim.lock:
-            pending = self.local.__dict__.setdefault("pending", [])
-            early = pending[: max(len(pending) - pendings, 0)]
+            issued = self.local.__dict__.setdefault("issued", [])
+            early = issued[: max(len(issued) - pendings, 0)]
             self.sim.waiting_for_stores += 1
             self.sim.lock.notify_all()
-            self.sim.wait_until(lambda: not any(this in pending for this in early), "TMA stores")
+            self.sim.wait_until(lambda: all(read.is_set() for read in early), "TMA stores")
             self.sim.waiting_for_stores -= 1
 
     @staticmethod

@@ -107,6 +107,12 @@ def backward_config(problem: Problem) -> BackwardConfig:
     return BackwardConfig(d, v, 64, 64, 64 if sum(d) + sum(v) <= 320 else 32)
 
 
+def has_foreign_rows(problem: Problem) -> bool:
+    """Whether behind a sequence may lie what is not its own, or rows are no multiple of 16 bytes (TMA stores none)."""
+    p = problem
+    return p.layout == "ragged" or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
+
+
 def heads_together(problem: Problem, budget: int = L2_BUDGET) -> int:
     """Query heads worked on at a time where tiles are equally long, so that their keys and values fit the L2 cache.
 

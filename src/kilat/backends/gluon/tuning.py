@@ -40,9 +40,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late."""
+    """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late.
+
+    do_first: dO's buffers are free, and loaded again, before those of Q.
+    """
 
     turns: bool
+    do_first: bool = False
 
 
 def bucket(problem: Problem, kernel: str) -> Bucket | None:
@@ -123,7 +127,15 @@ def _built_in_schedule(problem: Problem) -> Schedule:
 
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's."""
-    return configure("gluon", architecture(), bucket(problem, "backward"), _built_in_backward(problem))
+    built_in = _built_in_backward(problem)
+    found = configure("gluon", architecture(), bucket(problem, "backward"), built_in)
+    return found if backward_is_legal(problem, found) else built_in
+
+
+def backward_is_legal(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether there is a kernel for it: dO comes first only at head_dim 65 .. 128, and in whole blocks."""
+    can_be_first = _may_take_turns(problem) and not heuristics.has_foreign_rows(problem)
+    return can_be_first or not config.do_first
 
 
 def _built_in_backward(problem: Problem) -> BackwardConfig:
@@ -171,8 +183,8 @@ TUNABLES = (
         "backward",
         lambda problem: bucket(problem, "backward"),
         _built_in(_built_in_backward),
-        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,)},
-        lambda problem, config: True,
+        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True)},
+        backward_is_legal,
     ),
 )
 """What `kilat tune` measures, each with the choices of those before it."""
