@@ -20,34 +20,66 @@ from kilat.masks import Causal
 from kilat.tune.lookup import forced
 
 FORWARD = {
-    # values: HGMMA instructions of all consumers, which follow from consumers and block_kv
-    (128, 2, 64, 1): 48,
-    (128, 3, 64, 2): 72,
-    (64, 2, 128, 2): 48,
+    # (dim, consumers, block_kv, staging, q_stages, stages): HGMMA instructions of all consumers, which follow from
+    # consumers and block_kv
+    (128, 2, 64, 1, 2, 2): 48,
+    (128, 3, 64, 2, 1, 2): 72,
+    (128, 2, 128, 2, 1, 3): 64,
+    (64, 2, 128, 2, 1, 2): 48,
+    (64, 3, 128, 1, 2, 3): 72,
+    (256, 2, 64, 3, 1, 2): 80,
 }
 
 
-@pytest.mark.parametrize(("dim", "consumers", "block_kv", "staging"), FORWARD)
-def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int) -> None:
-    values = {"consumers": consumers, "block_kv": block_kv, "staging": staging, "q_stages": 1, "turns": False}
+@pytest.mark.parametrize(("dim", "consumers", "block_kv", "staging", "q_stages", "stages"), FORWARD)
+def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int, q_stages: int, stages: int) -> None:
+    values = {"consumers": consumers, "block_kv": block_kv, "staging": staging, "q_stages": q_stages, "stages": stages}
     with forced("gluon", "forward", values):
         found = test_compiled_gluon_forward.compiled(dim, mask=Causal())
-    config = heuristics.ForwardConfig(heuristics.boxes(dim), heuristics.boxes(dim), **values)
+    config = heuristics.ForwardConfig(heuristics.boxes(dim), heuristics.boxes(dim), **values, turns=False)
     assert 0 <= found.shared - tuning.shared_bytes(config) < 1024
-    assert found.products == FORWARD[dim, consumers, block_kv, staging]
+    assert found.shared <= test_compiled_gluon_forward.SHARED_MEMORY
+    assert found.products == FORWARD[dim, consumers, block_kv, staging, q_stages, stages]
     assert found.in_loops == 0
 
 
-def test_gluon_backward() -> None:
-    """`turns` is a constant of the kernel, and no other differs."""
+def test_candidates_of_the_forward() -> None:
+    """Those that have not been measured are among them; the built-in one comes first."""
+    found = {}
+    for dim in (64, 128, 256):
+        case = Case("tuned", seqlen=(2048, 2048), head_dim=dim, dtype="bfloat16")
+        problem, op = build(case).core()
+        found[dim] = tuning.TUNABLES[0].candidates(problem, op)
+        assert found[dim][0]["stages"] == 2
+    assert [one for one in found[256] if one["staging"] == 3]
+    assert not [one for one in found[128] if one["staging"] == 3]
+    for dim in (64, 128):
+        third = [one for one in found[dim] if one["stages"] == 3]
+        assert {(one["consumers"], one["turns"]) for one in third} == {(3, True) if dim == 64 else (2, False)}
+
+
+@pytest.mark.parametrize("knob", ["turns", "do_first"])
+def test_gluon_backward(knob: str) -> None:
+    """Each knob is a constant of the kernel, and no other differs."""
     problem, _ = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
     problem = replace(problem, needs_grad=True, grad_of=frozenset("qkv"))
     constants = []
-    for turns in (False, True):
-        with forced("gluon", "backward", {"turns": turns}):
+    for value in (False, True):
+        with forced("gluon", "backward", {knob: value}):
             constants.append(backward_launch._make_plan(problem).constants)
-    assert constants[1] == backward_launch._make_plan(problem).constants
+    assert backward_launch._make_plan(problem).constants in constants
     assert [one for one in zip(*constants, strict=True) if one[0] != one[1]] == [(False, True)]
+    odd = replace(problem, head_dim=127, memo={})
+    with forced("gluon", "backward", {"turns": False, "do_first": True}):
+        assert backward_launch._make_plan(odd).constants == backward_launch._make_plan(replace(odd, memo={})).constants
+
+
+def test_candidates_of_the_backward() -> None:
+    problem, op = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
+    names = ("turns", "do_first")
+    for dim, values in ((128, [(True, False), (False, False), (False, True), (True, True)]), (64, [(False, False)])):
+        found = tuning.TUNABLES[2].candidates(replace(problem, head_dim=dim, head_dim_v=dim), op)
+        assert [tuple(one[name] for name in names) for one in found] == values
 
 
 @pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])

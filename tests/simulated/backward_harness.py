@@ -36,6 +36,7 @@ class Setting:
     ragged: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     padded: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     turns: bool = False
+    do_first: bool = False
     deterministic: bool = False  # dQ by a kernel of its own
     together: int = 2  # heads whose tiles take turns; 0 and if ragged: one after another
 
@@ -148,7 +149,7 @@ def simulate(
         "D1": config.d[0], "D2": config.d[1], "V1": config.v[0], "V2": config.v[1],
         "FOREIGN": bool(s.ragged or s.padded),
         "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % block_kv), "SOFTCAP": bool(s.softcap),
-        "TURNS": s.turns, "WITH_DQ": not s.deterministic,
+        "TURNS": s.turns, "DO_FIRST": s.do_first, "WITH_DQ": not s.deterministic,
     }  # fmt: skip
     module, kernel = (backward_broad, "backward_broad_kernel") if config.broad else (backward, "backward_kernel")
     _launch(module, kernel, programs, args, seed, timeout)

@@ -36,6 +36,7 @@ class Shape:
     staging: int = 1
     q_stages: int = 2
     turns: bool = True
+    stages: int = 2
     ordered: bool = True
     together: int = 2
     ctas: int = 3
@@ -94,7 +95,8 @@ class Call:
             "q_desc": Desc(self.q, (1, 64, 1, d)), "q2_desc": Desc(self.q, (1, 64, 1, d2)),
             "k_desc": Desc(self.k, (1, z.block_kv, 1, d)), "k2_desc": Desc(self.k, (1, z.block_kv, 1, d2)),
             "v_desc": Desc(self.v, (1, z.block_kv, 1, v)), "v2_desc": Desc(self.v, (1, z.block_kv, 1, v2)),
-            "o_desc": Desc(self.out, (1, 64, 1, v)), "o2_desc": Desc(self.out, (1, 64, 1, v2)),
+            "o_desc": Desc(self.out, (1, 64, 1, 64 if z.staging == 3 else v)),
+            "o2_desc": Desc(self.out, (1, 64, 1, v2)),
             "out_ptr": Ptr(self.out.reshape(-1)), "lse_ptr": nothing, "sink_ptr": Ptr(self.sink),
             "cu_q": offsets[0] if z.ragged else nothing, "cu_kv": offsets[1] if z.ragged else nothing,
             "used_q": used[0], "used_kv": used[1], "order": Ptr(order.reshape(-1)), "batch": batch, "heads": z.heads[0],
@@ -102,7 +104,7 @@ class Call:
             "left": z.bounds[0], "right": z.bounds[1], "right_top_left": z.bounds[2], "tiles_per_unit": tiles,
             "together": min(z.together, units), "n_turns": len(order) - 1 if ordered else -(-tiles * units // z.ctas),
             "scale_log2": np.float32(scale * LOG2E),
-            "slope_log2": np.float32(slope * LOG2E), "CONSUMERS": z.consumers, "STAGES": 2, "D2": d2, "V2": v2,
+            "slope_log2": np.float32(slope * LOG2E), "CONSUMERS": z.consumers, "STAGES": z.stages, "D2": d2, "V2": v2,
             "RAGGED": z.ragged, "USED": 0 if z.ragged else (z.lengths_q is not None) + 2 * (z.lengths_kv is not None),
             "BOUNDS": kind, "ORDERED": ordered, "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),
             "SINK": z.sink, "STAGING": z.staging, "REGISTERS": 240, "Q_STAGES": z.q_stages, "TURNS": z.turns,

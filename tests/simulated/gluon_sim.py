@@ -196,8 +196,7 @@ class Copies:
         """Global to shared, zero outside the tensor, then the bytes count as arrived."""
         if not pred:
             return
-        box = desc.box(coord)
-        barrier = MBarrierModule._one(bar)
+        box, barrier = desc.box(coord), MBarrierModule._one(bar)
         if list(dst.data.shape) != list(desc.block_shape):
             raise SimError(f"a box of {desc.block_shape} does not fit a buffer of {list(dst.data.shape)}")
 
@@ -219,25 +218,26 @@ class Copies:
 
     def _out(self, desc: Desc, coord: Sequence[Any], src: Smem, add: bool) -> None:
         box = desc.box(coord)
-        pending = self.local.__dict__.setdefault("pending", [0])
+        issued, read = self.local.__dict__.setdefault("issued", []), threading.Event()
 
         def leave() -> None:
             self._check(src)
             desc.write(box, src.data, add)
-            pending[0] -= 1
+            read.set()
 
         with self.sim.lock:
             self._check(src)
-            pending[0] += 1
+            issued.append(read)
             self.sim.stores.append(leave)
 
     def store_wait(self, pendings: int = 0) -> None:
-        """Until at most `pendings` of this partition's stores have not read their source."""
-        pending = self.local.__dict__.setdefault("pending", [0])
+        """Until of this partition's stores all but the last `pendings` have read their source."""
         with self.sim.lock:
+            issued = self.local.__dict__.setdefault("issued", [])
+            early = issued[: max(len(issued) - pendings, 0)]
             self.sim.waiting_for_stores += 1
             self.sim.lock.notify_all()
-            self.sim.wait_until(lambda: pending[0] <= pendings, "TMA stores")
+            self.sim.wait_until(lambda: all(read.is_set() for read in early), "TMA stores")
             self.sim.waiting_for_stores -= 1
 
     @staticmethod

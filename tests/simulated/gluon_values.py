@@ -309,6 +309,7 @@ FUNCTIONS: dict[str, Any] = {
     "expand_dims": lambda x, axis: tensor(np.expand_dims(x, axis)),
     "reshape": lambda x, shape: tensor(np.reshape(x, shape)),
     "permute": lambda x, order: tensor(np.transpose(x, order)),
+    "split": lambda x: (tensor(x[..., 0]), tensor(x[..., 1])),
     "maximum": _pick(lambda a, b: np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)),
     "minimum": _pick(lambda a, b: np.minimum(a, b) if np.ndim(a) or np.ndim(b) else min(a, b)),
     "cdiv": lambda a, b: (a + (b - 1)) // b,

@@ -21,6 +21,7 @@ from kilat.backends.gluon import (
     backward_boxes,
     backward_broad,
     backward_broad_parts,
+    backward_do_first,
     backward_dq,
     backward_narrow,
     backward_parts,
@@ -30,7 +31,7 @@ from kilat.masks import Causal, Window
 
 MODULES = (
     *(backward, backward_boxes, backward_broad, backward_broad_parts),
-    *(backward_dq, backward_narrow, backward_parts, backward_wide),
+    *(backward_do_first, backward_dq, backward_narrow, backward_parts, backward_wide),
 )
 TOLERANCE = 1e-5  # of the largest exact value: products and sums in float32
 
@@ -44,6 +45,9 @@ SETTINGS = {
     "few-queries": Setting(63, 129, dim=17),
     "causal": Setting(130, 70, mask=Causal()),
     "causal-turns": Setting(300, 300, batch=2, heads=(3, 3), mask=Causal(), turns=True),
+    "do-first": Setting(300, 300, heads=(4, 2), do_first=True),
+    "do-first-causal-turns": Setting(300, 200, dim=96, heads=(2, 2), mask=Causal(), turns=True, do_first=True),
+    "do-first-one": Setting(1, 1, do_first=True, turns=True),
     "top-left": Setting(70, 130, mask=Causal(align="top_left"), dim=40),
     "window": Setting(400, 300, heads=(4, 2), dim=96, mask=Window(50, 20)),
     "narrow-one": Setting(1, 1, dim=64),
@@ -85,6 +89,7 @@ def test_gradients(name: str, seed: int) -> None:
 
 
 WIDE, NARROW = Setting(384, 128), Setting(512, 128, dim=64)
+DO_FIRST = replace(WIDE, do_first=True)
 BROAD, BROAD_SHORT = Setting(384, 64, dim=192), Setting(67, 131, batch=2, padded=((67, 33), (131, 100)), dim=192)
 DQ = Setting(64, 600, deterministic=True)
 SHORT = Setting(67, 131, batch=2, padded=((67, 33), (131, 100)))
@@ -180,6 +185,17 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         BROAD_SHORT, backward_broad_parts.produce_broad,
         "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws + 1,",
         "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws,"),
+    "do-first-frees-early": (
+        DO_FIRST, backward_wide.consume_wide, "dv_next = warpgroup_mma(p_operand, do, dv, is_async=True)",
+        "mbarrier.arrive(r.do_free.index(stage), count=1); dv_next = warpgroup_mma(p_operand, do, dv, is_async=True)"),
+    "do-first-never-frees": (
+        DO_FIRST, backward_wide.consume_wide, "mbarrier.arrive(r.do_free.index(stage), count=1)", "pass"),
+    "do-first-loads-into-used-do": (
+        DO_FIRST, backward_do_first.produce_do_first, "mbarrier.wait(r.do_free.index(stage), phase)", "pass"),
+    "do-first-loads-into-used-q": (
+        DO_FIRST, backward_do_first.produce_do_first, "mbarrier.wait(r.free.index(stage), phase)", "pass"),
+    "do-first-wrong-bytes": (
+        DO_FIRST, backward_do_first.load_with_rows, "ROWS * 256", "0"),
     "narrow-no-wait-for-ds": (
         NARROW, backward_narrow.turn,
         "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),

@@ -38,6 +38,12 @@ SHAPES = {
     "through-q": Shape(seqlen=(300, 300), bounds=CAUSAL, staging=2, q_stages=1, heads=(2, 2)),
     "without-a-table": Shape(batch=2, seqlen=(300, 300), bounds=CAUSAL, heads=(4, 2), together=3, ordered=False),
     "one-buffer-of-q": Shape(seqlen=(400, 300), bounds=CAUSAL, heads=(2, 1), q_stages=1, turns=False),
+    "in-pieces": Shape(seqlen=(300, 300), dims=(200, 200), bounds=CAUSAL, staging=3, q_stages=1, heads=(2, 2)),
+    "in-pieces-ragged": Shape(
+        ragged=True, lengths_q=(70, 130, 5), lengths_kv=(60, 0, 90), dims=(64, 256), tail=3, staging=3, q_stages=1,
+        ctas=1,
+    ),
+    "three-stages": Shape(seqlen=(300, 500), bounds=CAUSAL, heads=(2, 1), stages=3),
     "from-registers": Shape(seqlen=(130, 70), dims=(96, 96), staging=0),
     "ragged": Shape(
         ragged=True, lengths_q=(5, 0, 130, 64), lengths_kv=(5, 70, 20, 200), tail=3, heads=(2, 1), bounds=CAUSAL,
@@ -80,6 +86,9 @@ BUGS: dict[str, tuple[Any, str, str]] = {
     "S is read before it is there": (forward.consumer, WAIT_S, WAIT_S.replace("IN_FLIGHT", "IN_FLIGHT + 1")),
     "no fence before the box leaves": (forward_parts.store_box, "fence_async_shared()", "pass"),
     "the output is overwritten": (forward_parts.write_tile, WAIT_STORE, "pass"),
+    "a piece is overwritten": (forward_parts.store_pieces, "tma.store_wait(1)", "pass"),
+    "the last piece is overwritten": (forward_parts.store_pieces, "tma.store_wait(0)", "pass"),
+    "pieces share a buffer": (forward_parts.store_pieces, "m.o.index(W * 2 + i % 2)", "m.o.index(W * 2)"),
     "no rescale": (forward.consumer, RESCALE, "pass"),
     "unseen values are not cleared": (forward_parts.load_seen_v, "clear_rows(m.v.index(slot), seen, ROWS, D)", "pass"),
 }
@@ -102,7 +111,8 @@ def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     ragged = Shape(ragged=True, lengths_q=(70, 130), lengths_kv=(60, 300), heads=(2, 1), tail=9)
     padded = Shape(batch=2, seqlen=(70, 80), lengths_q=(70, 70), lengths_kv=(60, 80))
     short = Shape(seqlen=(900, 60), ctas=1)  # so that the producer may be two tiles ahead
-    shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged, padded, short]
+    pieces = Shape(seqlen=(300, 64), dims=(64, 256), staging=3, q_stages=1, ctas=1)
+    shapes = [Shape(seqlen=(300, 400), heads=(2, 1), ctas=1), ragged, padded, short, pieces]
     for seed in range(SEEDS):
         for shape in shapes:
             try:

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from kilat.backends.gluon.backward_do_first import produce_do_first
 from kilat.backends.gluon.backward_narrow import consume_narrow
 from kilat.backends.gluon.backward_parts import BLOCK_KV, Shared, barriers, place_of, produce
 from kilat.backends.gluon.backward_wide import consume_wide
@@ -23,7 +24,7 @@ from kilat.backends.gluon.backward_wide import consume_wide
 @gluon.jit
 def shared_memory(
     q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc,
-    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers; those of dS that the first turns read before there is a dS are cleared.
 
@@ -38,6 +39,9 @@ def shared_memory(
         for i in gl.static_range(BUFFERS, BUFFERS * 2):
             ds.index(i).store(zero)
     phases = barriers(1, 2 if TURNS else 1)  # of the warpgroups' elementwise parts
+    do_free = phases
+    if DO_FIRST:
+        do_free = barriers(2, 2)
     r = Shared(
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], do_desc.layout),
@@ -53,6 +57,7 @@ def shared_memory(
         barriers(1, 2),
         barriers(1, 2),
         barriers(2, 2),
+        do_free,
         barriers(2, BUFFERS),
         barriers(2, 1).index(0),
         phases.index(0),
@@ -73,32 +78,32 @@ def backward_kernel(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
     left, right, right_top_left, tiles_kv, together, tiles, dim, dim_v, scale, factor, cap_log2,
     BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
-    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
+    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One program for 128 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
         left, right, right_top_left, tiles_kv, together, tiles, BM, BLOCK_KV, GROUP,
     )  # fmt: skip
-    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, TURNS)
+    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, TURNS, DO_FIRST)
     gl.warp_specialize(
         [
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
                     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
-                    dim, dim_v, 0, GROUP, SOFTCAP, TURNS, WITH_DQ, MASKED, FOREIGN,
+                    dim, dim_v, 0, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
                     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
-                    dim, dim_v, 1, GROUP, SOFTCAP, TURNS, WITH_DQ, MASKED, FOREIGN,
+                    dim, dim_v, 1, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (
-                produce,
+                produce_do_first if DO_FIRST else produce,
                 (
                     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, x, r, BM, D, GROUP, FOREIGN,
                 ),

@@ -16,7 +16,7 @@ from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
 from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
-from kilat.backends.gluon.heuristics import BackwardConfig, backward_config
+from kilat.backends.gluon.heuristics import BackwardConfig, backward_config, has_foreign_rows
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -79,16 +79,16 @@ def _make_plan(p: Problem) -> Plan:
     tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, block_kv)
     blocks, sequences = count(p.seqlen_q, BLOCK_Q.value), 1 if ragged else p.batch
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
-    # TMA cannot store rows that are no multiple of 16 bytes
-    foreign = ragged or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
+    foreign = has_foreign_rows(p)
     masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
     width = sum(config.d)
     if config.broad:
         constants = (*config.d, *config.v, p.group, foreign, bool(cap), sums_dq, masked)
     else:
-        buffers, turns = 3 if width == 64 else 4, tuning.backward_config(p).turns
-        constants = (block_q, width, buffers, p.group, foreign, bool(cap), turns, sums_dq, masked)
+        buffers, chosen = 3 if width == 64 else 4, tuning.backward_config(p)
+        phases = (chosen.turns, chosen.do_first)
+        constants = (block_q, width, buffers, p.group, foreign, bool(cap), *phases, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     together: list[int | None] = [None, None]

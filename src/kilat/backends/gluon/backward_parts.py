@@ -80,7 +80,8 @@ class Shared:
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor  # q and lse
     do_full: gl.shared_memory_descriptor  # do and delta
-    free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage
+    free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage; with DO_FIRST only q and lse
+    do_free: gl.shared_memory_descriptor  # do and delta of a stage; with DO_FIRST
     ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
     done: gl.shared_memory_descriptor  # both warpgroups have read k and v for the last time
     go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start; without TURNS
@@ -88,7 +89,8 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, do, k, v, ds, dq, lse, delta, kv_raw, q_raw, kv_full, q_full, do_full, free, ds_full, done, go, turn
+        self, q, do, k, v, ds, dq, lse, delta, kv_raw, q_raw, kv_full, q_full, do_full, free, do_free, ds_full,
+        done, go, turn,
     ):  # fmt: skip
         self.q = q
         self.do = do
@@ -104,6 +106,7 @@ class Shared:
         self.q_full = q_full
         self.do_full = do_full
         self.free = free
+        self.do_free = do_free
         self.ds_full = ds_full
         self.done = done
         self.go = go

@@ -52,8 +52,8 @@ def dq_products(r, slot, W: gl.constexpr):
 @gluon.jit
 def consume_wide(
     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
-    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
-    MASKED: gl.constexpr, FOREIGN: gl.constexpr,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
+    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of every turn's dQ."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -135,6 +135,8 @@ def consume_wide(
         if TURNS:
             mbarrier.arrive(r.turn.index(W), count=1)
         dv = warpgroup_mma_wait(0, deps=[dv_next])
+        if DO_FIRST:
+            mbarrier.arrive(r.do_free.index(stage), count=1)
     dk_next = warpgroup_mma(ds_operand, r.q.index((x.turns - 1) % 2).reshape([BM, D]), dk, is_async=True)
     if WITH_DQ:
         for i in gl.static_range(LAG):

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kilat.backends.gluon.forward_parts import (
+    PIECE,
     Shared,
     capped,
     hide,
@@ -232,7 +233,8 @@ def forward_kernel(
 ):  # fmt: skip
     """O and lse of q [batch, seqlen_q, heads, D], k and v alike (ragged: batch 1), as `kilat` defines them.
 
-    STAGING: the output leaves from registers (0), through a buffer of its own (1), or through that of Q (2).
+    STAGING: the output leaves from registers (0), through a buffer of its own (1), through that of Q (2), or 64 columns
+    at a time through two small buffers (3).
     Boxes: q [1, 64, 1, D], k and v [1, BLOCK_KV, 1, D]; out is contiguous, lse float32. The grid is any number of CTAs.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -257,6 +259,8 @@ def forward_kernel(
         o = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, V], o_desc.layout)
         if V2:
             o2 = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 64, 1, V2], o2_desc.layout)
+    if STAGING == 3:
+        o = gl.allocate_shared_memory(dtype, [CONSUMERS * 2, 1, 64, 1, PIECE], o_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)

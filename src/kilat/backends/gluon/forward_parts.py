@@ -11,6 +11,7 @@ from kilat.backends.gluon._compat import aggregate, async_load, async_store, cta
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+PIECE = gl.constexpr(64)  # columns of the output that leave at a time where it has small buffers
 
 
 @aggregate
@@ -212,6 +213,35 @@ def store_box(buffer, desc, x, ptr, b, token, h, rows, stride, dim, FIRST: gl.co
 
 
 @gluon.jit
+def half(x, UPPER: gl.constexpr):
+    """The lower or upper half of the columns of x; no data moves between threads."""
+    low, high = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+    if UPPER:
+        return high
+    else:
+        return low
+
+
+@gluon.jit
+def store_pieces(m, desc, x, ptr, b, token, h, rows, stride, dim, W: gl.constexpr, RAGGED: gl.constexpr):
+    """Write x [64, 4 PIECE] a piece at a time; the third and fourth wait for the first and second to leave.
+
+    The first waits for all of the tile before: that may have been copied, and then to count stores would say nothing.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    for i in gl.static_range(4):
+        if i == 0:
+            tma.store_wait(0)
+            cta_barrier()
+        if i >= 2:
+            tma.store_wait(1)
+            cta_barrier()
+        part = gl.convert_layout(half(half(x, i // 2), i % 2), layout, assert_trivial=True)
+        buffer = m.o.index(W * 2 + i % 2)
+        store_box(buffer, desc, part, ptr, b, token, h, rows, stride, dim, i * PIECE, RAGGED)
+
+
+@gluon.jit
 def finish(m, l, sink_ptr, h, SINK: gl.constexpr):
     """(factor of O, lse) of each row; (0, -inf) where nothing was seen and there is no sink."""
     if SINK:
@@ -266,7 +296,10 @@ def write_tile(
         out += (i0 + W * 64).to(gl.int64) * stride
         token += W * 64
         left -= W * 64
-        store_box(m.o.index(W), o_desc, o, out, b, token, h, left, stride, head_dim_v, 0, RAGGED)
+        if STAGING == 3:
+            store_pieces(m, o_desc, o, out, b, token, h, left, stride, head_dim_v, W, RAGGED)
+        else:
+            store_box(m.o.index(W), o_desc, o, out, b, token, h, left, stride, head_dim_v, 0, RAGGED)
         if V2:
             store_box(m.o2.index(W), o2_desc, o2, out, b, token, h, left, stride, head_dim_v, V, RAGGED)
     else:

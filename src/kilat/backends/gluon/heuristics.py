@@ -36,6 +36,7 @@ class ForwardConfig:
     staging: int
     q_stages: int
     turns: bool  # consumers issue their products one after the other
+    stages: int = STAGES  # buffers of K and V
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -103,6 +104,12 @@ def backward_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig((width, 0), (width, 0), 8192 // width, 128, 8192 // width)
     d, v = (boxes(-(-dim // 64) * 64) for dim in (problem.head_dim, problem.head_dim_v))
     return BackwardConfig(d, v, 64, 64, 64 if sum(d) + sum(v) <= 320 else 32)
+
+
+def has_foreign_rows(problem: Problem) -> bool:
+    """Whether behind a sequence may lie what is not its own, or rows are no multiple of 16 bytes (TMA stores none)."""
+    p = problem
+    return p.layout == "ragged" or p.padded_q or p.padded_kv or p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0
 
 
 def heads_together(problem: Problem, budget: int = L2_BUDGET) -> int:

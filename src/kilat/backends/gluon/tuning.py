@@ -16,6 +16,9 @@ from kilat.tune.table import Bucket
 if TYPE_CHECKING:
     from kilat.problem import Operands, Problem
 
+PIECE = 64
+"""Columns of a piece of the output, as in `forward_parts`, which needs Gluon."""
+
 SPARE_REGISTERS = 30
 """Of a consumer's thread, beside its accumulators and the halves of P."""
 
@@ -37,9 +40,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late."""
+    """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late.
+
+    do_first: dO's buffers are free, and loaded again, before those of Q.
+    """
 
     turns: bool
+    do_first: bool = False
 
 
 def bucket(problem: Problem, kernel: str) -> Bucket | None:
@@ -77,8 +84,9 @@ def forward_config(problem: Problem) -> heuristics.ForwardConfig:
 def shared_bytes(config: heuristics.ForwardConfig) -> int:
     """Shared memory of the forward's tiles; barriers and what the compiler needs come on top."""
     dim, dim_v, rows = sum(config.d), sum(config.v), 64 * config.consumers
-    numbers = config.q_stages * rows * dim + heuristics.STAGES * config.block_kv * (dim + dim_v)
-    return 2 * (numbers + (rows * dim_v if config.staging == 1 else 0))
+    numbers = config.q_stages * rows * dim + config.stages * config.block_kv * (dim + dim_v)
+    staged = {1: dim_v, 3: 2 * PIECE}.get(config.staging, 0)  # columns
+    return 2 * (numbers + rows * staged)
 
 
 def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool:
@@ -86,9 +94,17 @@ def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool
     accumulators = sum(config.v) // 2 + 3 * config.block_kv // 4
     boxable = problem.out_dtype == problem.dtype and problem.head_dim_v % 8 == 0
     through_q = config.d[0] == config.v[0] and not config.v[1] and config.q_stages == 1
-    leaves = config.staging == 0 or (boxable and (config.staging == 1 or through_q))
+    in_pieces = config.v == (4 * PIECE, 0)
+    ways = {0: True, 1: boxable, 2: boxable and through_q, 3: boxable and in_pieces}
     fits = shared_bytes(config) <= heuristics.MAX_SHARED
-    return leaves and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
+    return ways[config.staging] and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
+
+
+def forward_is_candidate(problem: Problem, config: heuristics.ForwardConfig) -> bool:
+    """Whether to measure it: a third buffer of K and V only with the tiles of the built-in configuration."""
+    built_in = heuristics.forward_config(problem)
+    same = (config.consumers, config.block_kv, config.turns) == (built_in.consumers, built_in.block_kv, built_in.turns)
+    return forward_is_legal(problem, config) and (same or config.stages == built_in.stages)
 
 
 def is_unequal(problem: Problem) -> bool:
@@ -111,7 +127,15 @@ def _built_in_schedule(problem: Problem) -> Schedule:
 
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's."""
-    return configure("gluon", architecture(), bucket(problem, "backward"), _built_in_backward(problem))
+    built_in = _built_in_backward(problem)
+    found = configure("gluon", architecture(), bucket(problem, "backward"), built_in)
+    return found if backward_is_legal(problem, found) else built_in
+
+
+def backward_is_legal(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether there is a kernel for it: dO comes first only at head_dim 65 .. 128, and in whole blocks."""
+    can_be_first = _may_take_turns(problem) and not heuristics.has_foreign_rows(problem)
+    return can_be_first or not config.do_first
 
 
 def _built_in_backward(problem: Problem) -> BackwardConfig:
@@ -139,11 +163,12 @@ TUNABLES = (
         lambda problem: {
             "consumers": (2, 3),
             "block_kv": (64, 128),
-            "staging": (0, 1, 2),
+            "staging": (0, 1, 2, 3),
             "q_stages": (1, 2),
             "turns": (False, True),
+            "stages": (2, 3),
         },
-        forward_is_legal,
+        forward_is_candidate,
     ),
     Tunable(
         "forward schedule",
@@ -158,8 +183,8 @@ TUNABLES = (
         "backward",
         lambda problem: bucket(problem, "backward"),
         _built_in(_built_in_backward),
-        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,)},
-        lambda problem, config: True,
+        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True)},
+        backward_is_legal,
     ),
 )
 """What `kilat tune` measures, each with the choices of those before it."""
