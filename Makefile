@@ -8,6 +8,11 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 # Tests of GPU kernels without a GPU: compiled only, or run on a simulated machine; on one core each.
 GPU_TESTS := tests/compiled tests/simulated
+# Beside the Triton of requirements/test.txt: the oldest that is supported and the newest, in folders of their own.
+OTHER_TRITONS := triton-oldest triton-newest
+OTHER_TRITON_TESTS := $(addprefix tests/compiled/test_,compiled_gluon_forward.py compiled_gluon_backward.py triton_sample.py)
+triton_of = $(shell sed -n 's/^triton==//p' requirements/$(1).txt)
+under = PYTHONPATH=$(CURDIR)/$(VENV)/$(1)$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python -m pytest --triton=$(call triton_of,$(1))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench docs clean
@@ -15,18 +20,22 @@ GPU_TESTS := tests/compiled tests/simulated
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-setup: $(VENV)/stamp-test $(VENV)/stamp-lint $(VENV)/stamp-docs  ## make .venv with everything that the other targets need
+setup: $(VENV)/stamp-test $(OTHER_TRITONS:%=$(VENV)/stamp-%) $(VENV)/stamp-lint $(VENV)/stamp-docs  ## make .venv with everything that the other targets need
 
 demo: $(VENV)/stamp-base  ## train and run a small model on real text, beside torch
 	$(BIN)/kilat demo
 
-test: $(VENV)/stamp-test  ## the tests, without those marked slow
+test: $(VENV)/stamp-test $(OTHER_TRITONS:%=$(VENV)/stamp-%)  ## the tests, without those marked slow
 	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(GPU_TESTS))
-	$(BIN)/python -m pytest -m "not slow" -n 2 $(GPU_TESTS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --triton=$(call triton_of,test) $(GPU_TESTS)
+	$(call under,triton-oldest) -n 2 $(OTHER_TRITON_TESTS)
+	$(call under,triton-newest) -n 2 $(OTHER_TRITON_TESTS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 
-test-all: $(VENV)/stamp-test  ## every test, with many more random examples, and the planted bugs (long)
+test-all: $(VENV)/stamp-test $(OTHER_TRITONS:%=$(VENV)/stamp-%)  ## every test, with many more random examples, and the planted bugs (long)
 	$(BIN)/python -m pytest --hypothesis-profile=long
+	$(call under,triton-oldest) -n 2 $(OTHER_TRITON_TESTS)
+	$(call under,triton-newest) -n 2 $(OTHER_TRITON_TESTS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 	$(BIN)/python scripts/mutation_check.py --json benchmarks/mutation-check.json
 
@@ -58,4 +67,10 @@ $(VENV)/stamp-base: requirements/base.txt pyproject.toml
 
 $(VENV)/stamp-%: requirements/%.txt $(VENV)/stamp-base
 	$(PIP) -r $<
+	@touch $@
+
+# No pip option installs a second version beside the first, but a folder does, which goes first on PYTHONPATH.
+$(VENV)/stamp-triton-%: requirements/triton-%.txt $(VENV)/stamp-base
+	rm -rf $(VENV)/triton-$*
+	$(PIP) --no-deps --target $(VENV)/triton-$* -r $<
 	@touch $@

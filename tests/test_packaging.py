@@ -16,6 +16,7 @@ tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
 
 ROOT = Path(__file__).resolve().parent.parent
 PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[0-9][A-Za-z0-9.]*)")
+OTHER_TRITONS = {age: ROOT / "requirements" / f"triton-{age}.txt" for age in ("oldest", "newest")}
 FLOOR = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(\[[a-z,]+\])?>=(?P<version>[0-9.]+)")
 
 
@@ -93,7 +94,19 @@ def test_dependencies_state_floors_and_the_pins_reach_them(project: dict[str, An
 
 def test_requirement_files_agree_on_every_pin() -> None:
     versions: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "requirements").glob("*.txt")):
+    for path in sorted(set((ROOT / "requirements").glob("*.txt")) - set(OTHER_TRITONS.values())):
         for name, version in _pins(path.name).items():
             versions.setdefault(name, set()).add(version)
     assert {name: found for name, found in versions.items() if len(found) > 1} == {}
+
+
+def test_the_other_tritons_are_the_floor_and_one_past_the_pin(project: dict[str, Any]) -> None:
+    """They hold nothing else, since each goes into a folder in front of what is installed."""
+    others = {age: _pins(path.name) for age, path in OTHER_TRITONS.items()}
+    assert [list(pins) for pins in others.values()] == [["triton"], ["triton"]]
+    floors = [x for x in project["project"]["optional-dependencies"]["test"] if x.startswith("triton>=")]
+    floor = FLOOR.match(floors[0])
+    assert floor
+    oldest, newest = (_numbers(others[age]["triton"]) for age in ("oldest", "newest"))
+    assert oldest[:2] == _numbers(floor["version"])
+    assert oldest < _numbers(_pins("test.txt")["triton"]) < newest

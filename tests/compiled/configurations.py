@@ -53,6 +53,12 @@ PAIRS = [
 ]
 """Everything that is compiled."""
 
+SAMPLE = [
+    *((name, "sm_90") for name in ("d64 causal", "backward d128 bias keep", "backward d64 table")),
+    *(("d64 causal", architecture) for architecture in ARCHITECTURES if architecture != "sm_90"),
+]
+"""What is compiled under other Tritons than the pinned one: every kernel for sm_90, the others once."""
+
 
 def results(name: str, architecture: str) -> dict[str, dict[str, int]]:
     """By kernel: registers, spills, shared memory and matrix instructions of a configuration."""

@@ -11,12 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 from offline import Driver, target_of
 from triton import knobs
 from triton.runtime.jit import JITFunction
+
+VERSION = tuple(int(n) for n in triton.__version__.split(".")[:2])
+Value = TypeVar("Value")
+
+
+def of_version(values: dict[tuple[int, int], Value]) -> Value:
+    """What holds for the Triton that compiles, and its ptxas: the entry of the last version up to it."""
+    return values[max(version for version in values if version <= VERSION)]
 
 
 @dataclass

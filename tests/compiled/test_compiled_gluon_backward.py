@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 import torch
-import triton
-from compiled.gluon_offline import Compiled, compiling
+from compiled.gluon_offline import Compiled, compiling, of_version
 
 from kilat.backends.gluon import backward_launch
 from kilat.masks import Causal
@@ -20,7 +19,6 @@ from kilat.scores import Softcap
 from kilat.tune.lookup import forced
 
 SHARED_MEMORY = 227 * 1024
-ASSEMBLER = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 def compiled(dim: int, dtype: str = "bfloat16", seqlen: int = 256, dim_v: int = 0, **more: Any) -> dict[str, Compiled]:
@@ -57,6 +55,35 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "narrow": ({"dim": 64}, 80, 4),
     "narrow-causal": ({"dim": 64, "mask": Causal()}, 160, 12),
 }
+OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
+    # where another ptxas needs more: spilled bytes, spill instructions in loops
+    (3, 6): {"wide-causal": (64, 11)},
+    (3, 7): {},
+    (3, 9): {
+        "wide": (80, 12),
+        "wide-causal": (152, 36),
+        "wide-ragged": (160, 29),
+        "wide-float16": (80, 12),
+        "narrow": (104, 18),
+        "256": (48, 11),
+        "256-causal": (12, 3),
+        "256-ragged": (144, 26),
+        "256-softcap": (160, 58),
+        "192-128-ragged": (92, 0),
+        "256-out-float32": (48, 11),
+        "256-deterministic": (12, 5),
+    },
+}
+SERIALISED: dict[tuple[int, int], tuple[str, ...]] = {(3, 6): (), (3, 9): ("narrow-causal",)}
+"""Known to fail, and asserted so that a better compiler or source is noticed."""
+
+
+def check(name: str, kernel: Compiled, spilled: int, in_loops: int) -> None:
+    """Within the budget, that of this Triton where it has one of its own."""
+    spilled, in_loops = of_version(OTHERS).get(name, (spilled, in_loops))
+    assert kernel.serialised == (name in of_version(SERIALISED)), kernel
+    assert kernel.spilled <= spilled, kernel
+    assert kernel.in_loops <= in_loops, kernel
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -69,10 +96,7 @@ def test_budget(name: str) -> None:
     assert kernel.products >= 100
     assert kernel.loads >= 6
     assert kernel.reductions >= 2
-    if ASSEMBLER < (3, 9):  # 3.9 brings another ptxas
-        assert not kernel.serialised
-        assert kernel.spilled <= spilled, kernel
-        assert kernel.in_loops <= in_loops, kernel
+    check(name, kernel, spilled, in_loops)
 
 
 BROAD: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -96,19 +120,16 @@ def test_broad_budget(name: str) -> None:
     assert kernel.products >= 40
     assert kernel.loads >= 6
     assert kernel.vector_reductions >= 24
-    if ASSEMBLER < (3, 9):
-        assert not kernel.serialised
-        assert kernel.spilled <= spilled, kernel
-        assert kernel.in_loops <= in_loops, kernel
+    check(name, kernel, spilled, in_loops)
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128)])
 def test_broad_deterministic(dims: tuple[int, int]) -> None:
     kernels = compiled(dims[0], dim_v=dims[1], deterministic=True, mask=Causal())
     assert kernels["backward_broad_kernel"].vector_reductions == 0
+    check(f"{dims[0]}-deterministic", kernels["backward_broad_kernel"], 0, 0)
+    check("dq", kernels["backward_dq_kernel"], 4, 0)
     for name in ("backward_broad_kernel", "backward_dq_kernel"):
-        assert not kernels[name].serialised
-        assert kernels[name].in_loops == 0
         assert kernels[name].shared <= SHARED_MEMORY
     assert kernels["backward_dq_kernel"].products >= 40
 

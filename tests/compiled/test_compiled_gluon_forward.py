@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 import torch
-import triton
-from compiled.gluon_offline import Compiled, compiling
+from compiled.gluon_offline import Compiled, compiling, of_version
 
 from kilat.backends.gluon import forward_launch, heuristics
 from kilat.masks import Causal, Window
@@ -66,7 +65,22 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "d256": ({"dim": 256}, 64),
 }
 TWO_CONSUMERS = ("d64-short", "d64-window")  # of head_dim 64, where three would waste more
-NEWEST = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9)  # brings another ptxas
+OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
+    # where another ptxas needs more: spilled bytes, spill instructions in loops
+    (3, 6): {"d96-window": (28, 2)},
+    (3, 7): {},
+    (3, 9): {
+        "d64-short": (132, 0),
+        "d64-causal": (140, 0),
+        "d64-ragged": (396, 0),
+        "d64-window": (136, 0),
+        "d96-window": (204, 0),
+        "d128-causal": (140, 0),
+        "d128-ragged": (148, 0),
+        "d192-128": (156, 0),
+        "d256": (72, 0),
+    },
+}
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -76,9 +90,9 @@ def test_budget(name: str) -> None:
     assert kernel.products >= (48 if name in TWO_CONSUMERS else 60)
     assert kernel.loads >= 5
     assert not kernel.serialised
-    assert kernel.in_loops == 0
-    if not NEWEST:
-        assert kernel.spilled <= CONFIGURATIONS[name][1], kernel
+    spilled, in_loops = of_version(OTHERS).get(name, (CONFIGURATIONS[name][1], 0))
+    assert kernel.in_loops <= in_loops, kernel
+    assert kernel.spilled <= spilled, kernel
 
 
 def test_a_capture_of_what_was_never_called_is_refused() -> None:

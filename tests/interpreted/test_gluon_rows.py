@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -41,7 +42,7 @@ def _call(s: Setting) -> tuple[Any, Any, Any, Any, Any]:
 def _tensors(operands: Any, do: Any, out: Any, lse: Any, work: Any, dlse: Any) -> tuple[list[Any], dict[str, Any]]:
     """The tensors of a backward call, and where the optional ones stand."""
     o = operands
-    tensors = [o.q, o.k, o.v, do, out, lse, work, *(torch.zeros(x.shape) for x in (o.q, o.k, o.v))]
+    tensors = [o.q, o.k, o.v, do, out, lse, work, *(torch.full(x.shape, torch.nan) for x in (o.q, o.k, o.v))]
     given = (dlse, o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
     optional: dict[str, Any] = dict.fromkeys(backward_launch.OPTIONAL)
     for name, x in zip(backward_launch.OPTIONAL, given, strict=True):
@@ -75,6 +76,55 @@ def test_prepare(name: str) -> None:
         want[1, tile * 64 : tile * 64 + n] = torch.where(seen, (o * g).sum(-1) - dlse[at], 0.0)
     torch.testing.assert_close(rows.view(2, -1), want, rtol=1e-5, atol=1e-5)
     assert (pieces == 0).all()
+    for x, lengths in zip(tensors[7:10], _used(s), strict=True):
+        check_gaps(x, lengths, 0 if s.ragged else None)
+
+
+def _used(s: Setting) -> list[Any]:
+    """Lengths of the sequences of dq, dk and dv."""
+    q, kv = s.ragged or s.padded or ((s.q_len,) * s.batch, (s.kv_len,) * s.batch)
+    return [q, kv, kv]
+
+
+def check_gaps(x: torch.Tensor, lengths: tuple[int, ...], start: int | None) -> None:
+    """Tokens of no sequence are 0, all others untouched; ragged sequences begin at token `start`."""
+    owned = torch.zeros(x.shape, dtype=torch.bool)
+    if start is None:
+        for b, n in enumerate(lengths):
+            owned[b, :n] = True
+    else:
+        owned[start : start + sum(lengths)] = True
+    assert x[owned].isnan().all()
+    assert (x[~owned] == 0).all()
+
+
+GAPS = {
+    "ragged-first": (Setting(dim=64, ragged=((1,), (1,))), 2),
+    "ragged-odd": (Setting(dim=33, ragged=((63, 0, 5), (129, 1, 0)), heads=(2, 1)), 3),
+    "ragged-empty": (Setting(dim=72, dim_v=8, ragged=((0, 0), (0, 0)), heads=(2, 1)), 1),
+    "padded": (Setting(129, 131, batch=3, dim=40, dim_v=17, padded=((1, 63, 129), (131, 0, 63)), heads=(2, 1)), None),
+    "padded-long": (Setting(63, 1, batch=2, dim=128, padded=((1, 0), (0, 1)), heads=(4, 2)), None),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_gaps(name: str) -> None:
+    """Also before the first offset; of gradients that nobody wants nothing is touched."""
+    s, start = GAPS[name]
+    problem, operands, out, lse, do = _call(s)
+    if start:
+        operands.cu_seqlens_q, operands.cu_seqlens_kv = operands.cu_seqlens_q + start, operands.cu_seqlens_kv + start
+    for wanted in ("qkv", "k"):
+        one = dataclasses.replace(problem, grad_of=frozenset(wanted), memo={})
+        plan = backward_launch.plan_of(one)
+        work = torch.zeros((plan.all_tiles + plan.pieces) * 128)
+        tensors, optional = _tensors(operands, do, out, lse, work, None)
+        backward_launch._prepare(one, tensors, optional).through_triton(tensors)
+        for gradient, x, lengths in zip("qkv", tensors[7:10], _used(s), strict=True):
+            if gradient in wanted:
+                check_gaps(x, lengths, start)
+            else:
+                assert x.isnan().all()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -86,7 +136,7 @@ def test_finish(name: str) -> None:
     work = torch.randn((plan.all_tiles + plan.pieces) * 128)
     pieces = work[plan.all_tiles * 128 :].view(-1, 128)
     tensors, optional = _tensors(operands, do, out, lse, work, None)
-    dq = tensors[backward_launch.DQ]
+    dq = tensors[backward_launch.DQ].zero_()
     backward_launch._finish(problem, tensors, optional).through_triton(tensors)
     rows, want = harness.unfragmented(pieces.numpy(), plan.width)[:, : s.dim] * s.scale, np.zeros(dq.shape, np.float32)
     for b, h, start, n, tile in _sequences(s, problem):

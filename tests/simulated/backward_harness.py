@@ -122,7 +122,7 @@ def simulate(
     places = list(_rows(s, p, tiles, block_q))
     lse_rows, delta_rows = _prepared(s, x, out, lse, places, all_tiles)
     dq_pieces = np.zeros((all_tiles * (width // 64) * 32, 128), np.float32)
-    dk, dv = (np.zeros(x[name].shape, np.float32) for name in "kv")
+    dk, dv = (_poisoned(s, x[name], 1) for name in "kv")
     bounds = affine(s.mask)
     assert bounds is not None
     factor = s.scale * LOG2E if not s.softcap else 2 * LOG2E * s.scale / s.softcap
@@ -154,7 +154,7 @@ def simulate(
     module, kernel = (backward_broad, "backward_broad_kernel") if config.broad else (backward, "backward_kernel")
     _launch(module, kernel, programs, args, seed, timeout)
     found = {"k": dk[..., : s.dim], "v": dv}
-    dq = np.zeros(x["q"].shape, np.float32)
+    dq = _poisoned(s, x["q"], 0)
     if s.deterministic:
         _dq_by_queries(s, x, args | {"config": config, "dq": dq}, (lse_rows, delta_rows), seed, timeout)
     else:
@@ -162,6 +162,16 @@ def simulate(
         for b, h, start, n, tile in places:
             dq[0 if s.ragged else b, start : start + n, h] = rows[tile * 64 : tile * 64 + n]
     return found | {"q": dq}
+
+
+def _poisoned(s: Setting, x: np.ndarray, side: int) -> np.ndarray:
+    """A gradient of x as `prepare_kernel` leaves it: 0 in what no sequence owns, NaN in all else."""
+    made = np.full(x.shape, np.nan, np.float32)
+    if s.ragged:
+        made[:, sum(s.ragged[side]) :] = 0
+    for b, n in enumerate(s.padded[side] if s.padded else ()):
+        made[b, n:] = 0
+    return made
 
 
 def _boxes(x: dict[str, np.ndarray], rows: dict[str, int], config: BackwardConfig) -> dict[str, Desc | None]:

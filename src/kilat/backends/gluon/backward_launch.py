@@ -1,7 +1,8 @@
 """The host side of the backward on sm_90: what it takes, buffers, descriptors, launches.
 
-Three kernels: `prepare` (delta, lse in log2 units, dQ's accumulator cleared), the main one, `finish` (dQ out of the
-accumulator). With deterministic=True the main kernel leaves dQ to `backward_dq_kernel`, and there is no accumulator.
+Three kernels: `prepare` (delta, lse in log2 units; clears dQ's accumulator, and of the gradients what no sequence
+owns), the main one, `finish` (dQ out of the accumulator). With deterministic=True the main kernel leaves dQ to
+`backward_dq_kernel`, and there is no accumulator.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _backward(
     device = o.q.get_device()
     dq, dk, dv = [empty(tuple(x.shape), x.dtype, device) for x in (o.q, o.k, o.v)]
     sink = None if o.sink is None else torch.zeros_like(o.sink)
-    if plan.foreign or not (problem.batch and o.q.numel() and o.k.numel()):  # else every row is written
+    if not (problem.batch and o.q.numel() and o.k.numel()):  # else the kernels write every row
         for x in (dq, dk, dv):
             x.zero_()
     if problem.batch and o.q.numel():
@@ -211,15 +212,19 @@ def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) 
     if dlse is not None:
         x = tensors[dlse.n]
         of_dlse = (0 if plan.ragged else x.stride(0), x.stride(-1), x.stride(-2))
+    elements = (p.num_heads_q * p.head_dim, p.num_heads_kv * p.head_dim, p.num_heads_kv * p.head_dim_v)  # of a token
+    unit = 1 if any(n % 8 for n in elements) else 8
+    padded = (("q", DQ, p.padded_q), ("k", DK, p.padded_kv), ("v", DV, p.padded_kv))
+    gaps = [Of(n) if name in p.grad_of and (plan.ragged or used) else None for name, n, used in padded]
     arguments = (
         Of(OUT), Of(DO), Of(LSE), dlse, _rows(plan, 0, False), _rows(plan, 1, False), _pieces(plan, False),
-        optional["cu_seqlens_q"], optional["seqlens_q"],
-        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
+        optional["cu_seqlens_q"], optional["seqlens_q"], *gaps, optional["cu_seqlens_kv"], optional["seqlens_kv"],
+        p.seqlen_kv, *(n // unit for n in elements), p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
         *_strides(tensors[OUT], plan.ragged), *_strides(tensors[DO], plan.ragged), *of_dlse,
     )  # fmt: skip
     grid, constants = (
         plan.all_tiles // (plan.block_q // 64),
-        (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq),
+        (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq, unit),
     )
     return Step(prepare_kernel, grid, arguments, constants, tensors=tensors)
 

@@ -48,15 +48,50 @@ def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr):
     return sequence, head, start, length, block * BLOCK, tile
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles", "dim_v", "dlse_b", "dlse_n", "dlse_h"])
+@triton.jit
+def clear_tokens(x_ptr, first, end, units, share, shares, UNIT: tl.constexpr):
+    """Zero tokens first .. end - 1 of x, each `units` pieces of UNIT elements; program `share` of `shares` its part."""
+    BLOCK: tl.constexpr = 1024
+    base = x_ptr + first.to(tl.int64) * units * UNIT
+    count = (end - first).to(tl.int64) * units * UNIT
+    for at in range(share.to(tl.int64) * BLOCK, count, shares * BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        tl.store(base + i, tl.zeros([BLOCK], x_ptr.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def clear_gaps(x_ptr, offsets, lengths, sequence, batch, seqlen, units, share, shares, UNIT: tl.constexpr):
+    """Zero the tokens of a gradient [.., seqlen, units * UNIT] that no sequence owns.
+
+    They lie before the first offset and from the last one on, or from the length of a batch entry on.
+    """
+    if offsets is not None:
+        first = tl.minimum(tl.maximum(tl.load(offsets), 0), seqlen)
+        end = tl.minimum(tl.maximum(tl.load(offsets + batch), first), seqlen)
+        clear_tokens(x_ptr, first * 0, first, units, share, shares, UNIT)
+        clear_tokens(x_ptr, end, seqlen, units, share, shares, UNIT)
+    else:
+        end = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), seqlen)
+        entry = x_ptr + sequence.to(tl.int64) * seqlen * units * UNIT
+        clear_tokens(entry, end, seqlen, units, share, shares, UNIT)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "seqlen", "seqlen_kv", "heads", "tiles", "dim_v", "dlse_b", "dlse_n", "dlse_h",
+        "q_units", "k_units", "v_units",
+    ]
+)  # fmt: skip
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_tiles, delta_tiles, dq_pieces, offsets, lengths,
+    dq_ptr, dk_ptr, dv_ptr, offsets_kv, lengths_kv, seqlen_kv, q_units, k_units, v_units,
     batch, seqlen, heads, tiles, dim_v, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_n, dlse_h,
-    BLOCK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WITH_DQ: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WITH_DQ: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dlse and lse in log2 units, padded to whole tiles; dQ's accumulator cleared.
 
     Rows that see nothing, and rows past the end, get lse = +inf, which makes every P = exp2(score - lse) zero.
+    Of those of dq, dk and dv that are not None, the tokens that no sequence owns are cleared; see `clear_gaps`.
     """
     sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
     i = first + tl.arange(0, BLOCK)
@@ -85,6 +120,14 @@ def prepare_kernel(
         piece = dq_pieces + tile.to(tl.int64) * 64 * D
         for column in tl.static_range(0, D, 64):
             tl.store(piece + BLOCK * column + tl.arange(0, BLOCK * 64), tl.zeros([BLOCK * 64], tl.float32))
+    shares = tiles // (BLOCK // 64) * heads
+    share = tl.program_id(0) - sequence * shares
+    if dq_ptr is not None:
+        clear_gaps(dq_ptr, offsets, lengths, sequence, batch, seqlen, q_units, share, shares, UNIT)
+    if dk_ptr is not None:
+        clear_gaps(dk_ptr, offsets_kv, lengths_kv, sequence, batch, seqlen_kv, k_units, share, shares, UNIT)
+    if dv_ptr is not None:
+        clear_gaps(dv_ptr, offsets_kv, lengths_kv, sequence, batch, seqlen_kv, v_units, share, shares, UNIT)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles"])
