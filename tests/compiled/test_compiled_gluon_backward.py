@@ -61,7 +61,9 @@ OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
     (3, 7): {},
     (3, 9): {
         "wide": (80, 12),
-        "wide-causal": (152, 36),
+        "wide-causal": (164, 36),
+        "wide-do-first": (88, 14),
+        "wide-do-first-late": (176, 40),
         "wide-ragged": (160, 29),
         "wide-float16": (80, 12),
         "narrow": (104, 18),
