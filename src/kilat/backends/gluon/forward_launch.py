@@ -13,7 +13,6 @@ from kilat.backends import common
 from kilat.backends.common import contiguous_strides
 from kilat.backends.gluon import heuristics, schedule, tuning
 from kilat.backends.gluon.forward import forward_kernel
-from kilat.backends.gluon.forward_parts import PIECE
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -168,7 +167,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
     lse = torch.empty(lse_shape, device=q.device)
     tensors = (o.q, o.k, o.v, out, lse, lse if order is None else order, *_optional(o))
-    rows, of_out = (64, config.block_kv, config.block_kv, 64), ((0, 0), config.v, config.v, (PIECE.value, 0))
+    rows, of_out = (64, config.block_kv, config.block_kv, 64), ((0, 0), config.v, config.v, (heuristics.PIECE, 0))
     widths = (config.d, config.d, config.v, of_out[config.staging])
     boxes = [Of(n, rows_box(tensors[n], rows[n], width)) if width else None for n in range(4) for width in widths[n]]
     given = iter(range(6, len(tensors)))

@@ -7,11 +7,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from kilat.backends.gluon import heuristics
 from kilat.backends.gluon._compat import aggregate, async_load, async_store, cta_barrier
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-PIECE = gl.constexpr(64)  # columns of the output that leave at a time where it has small buffers
+PIECE = gl.constexpr(heuristics.PIECE)
 
 
 @aggregate

@@ -15,6 +15,7 @@ MAX_DIM = 256
 MAX_SHARED = 232_448 - 2_048  # bytes of shared memory that a CTA may have, less what the compiler needs for itself
 L2_BUDGET = 24 << 20  # bytes of keys and values that all CTAs together work on
 STAGES = 2
+PIECE = 64  # columns of the output that leave at a time where it has small buffers
 
 _BOXES = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 """Head dimensions that kernels work in, as widths of the one or two boxes that a row is loaded in."""
@@ -43,6 +44,14 @@ class ForwardConfig:
         """Registers of a consumer's thread, and of every thread at the launch: 65,536 in all, the producer takes 24."""
         return (240, 168) if self.consumers == 2 else (160, 128)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles; barriers and what the compiler needs come on top."""
+        dim, dim_v, rows = sum(self.d), sum(self.v), 64 * self.consumers
+        numbers = self.q_stages * rows * dim + self.stages * self.block_kv * (dim + dim_v)
+        staged = {1: dim_v, 3: 2 * PIECE}.get(self.staging, 0)  # columns
+        return 2 * (numbers + rows * staged)
+
 
 def forward_config(problem: Problem) -> ForwardConfig:
     """Measured on an H200; docs/lab/gluon-forward.md has the numbers."""
@@ -51,20 +60,20 @@ def forward_config(problem: Problem) -> ForwardConfig:
     consumers = 3 if narrow and _three_pay(problem) else 2
     block_kv = 128 if sum(v) <= 128 and sum(d) <= 192 else 64
 
-    def shared(q_stages: int, staging: int) -> int:
-        rows = 64 * consumers
-        ring = STAGES * block_kv * (sum(d) + sum(v))
-        return 2 * (q_stages * rows * sum(d) + ring + (rows * sum(v) if staging == 1 else 0))
+    def of(staging: int, q_stages: int) -> ForwardConfig:
+        return ForwardConfig(d, v, consumers, block_kv, staging, q_stages, turns=narrow)
 
+    configs = (of(*ways) for ways in ((1, 2), (1, 1), (2, 1), (0, 2)))
+    good = (config for config in configs if can_leave(problem, config) and config.shared_bytes <= MAX_SHARED)
+    return next(good, of(0, 1))
+
+
+def can_leave(problem: Problem, config: ForwardConfig) -> bool:
+    """Whether the output has the type, rows and widths for the way out that `staging` is (see `forward_kernel`)."""
     boxable = problem.out_dtype == problem.dtype and problem.head_dim_v % 8 == 0
-    if not boxable:
-        staging = 0
-    elif shared(1, 1) <= MAX_SHARED:
-        staging = 1
-    else:
-        staging = 2 if d[0] == v[0] and not v[1] else 0
-    q_stages = 2 if staging != 2 and shared(2, staging) <= MAX_SHARED else 1
-    return ForwardConfig(d, v, consumers, block_kv, staging, q_stages, turns=narrow)
+    through_q = config.d[0] == config.v[0] and not config.v[1] and config.q_stages == 1
+    in_pieces = config.v == (4 * PIECE, 0)
+    return (True, boxable, boxable and through_q, boxable and in_pieces)[config.staging]
 
 
 def _three_pay(problem: Problem) -> bool:
@@ -120,11 +129,3 @@ def heads_together(problem: Problem, budget: int = L2_BUDGET) -> int:
     row = 2 * (problem.head_dim + problem.head_dim_v)
     fit = max(1, budget // max(problem.seqlen_kv * row, 1))
     return fit * problem.group
-
-
-def grid(problem: Problem, processors: int, tiles: int, *, unequal: bool) -> int:
-    """CTAs: one a processor; but one a tile where only the hardware can even out lengths that the host does not know.
-
-    16 sequences of 512 to 4,096, causal: 459 TFLOP/s with a CTA a tile, 445 persistent; full: 535 and 540.
-    """
-    return tiles if unequal and problem.layout == "ragged" else min(processors, tiles)
