@@ -140,7 +140,14 @@ def test_tables_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("bounds", "sizes"),
-    [((None, 0), (300, 300)), ((70, 20), (300, 400)), ((5, 0), (400, 100)), ((None, None), (64, 999))],
+    [
+        ((None, 0), (300, 300)),
+        ((None, 1), (300, 300)),
+        ((97, 0), (300, 300)),
+        ((70, 20), (300, 400)),
+        ((5, 0), (400, 100)),
+        ((None, None), (64, 999)),
+    ],
 )
 def test_blocks_are_those_of_the_kernel(bounds: tuple[int | None, int | None], sizes: tuple[int, int]) -> None:
     """By counting the keys that any query of a tile sees."""
