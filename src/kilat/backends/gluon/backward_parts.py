@@ -260,11 +260,24 @@ def fragment_order(x):
 
 
 @gluon.jit
-def add_dq(dq, dq_desc, buffer, piece):
-    """Add a [64, 64] piece of dQ to piece number `piece` of the accumulator, by TMA."""
-    buffer.store(fragment_order(dq))
-    fence_async_shared()
-    async_reduce_add(dq_desc, [piece * 32, 0], buffer)
+def add_dq(dq, to, buffer, tile, W: gl.constexpr, D: gl.constexpr, DIRECT: gl.constexpr):
+    """Add a [64, 64] piece of dQ, number W of those of tile `tile` of the accumulator, which is D wide.
+
+    DIRECT: from registers, 16 bytes a thread at a time, `to` being the accumulator; otherwise by TMA through `buffer`,
+    `to` being its descriptor. A tile that is NOWHERE is not added.
+    """
+    if DIRECT:
+        pieces = fragment_order(dq)
+        layout: gl.constexpr = pieces.type.layout
+        i = gl.arange(0, 32, gl.SliceLayout(1, layout))
+        j = gl.arange(0, 128, gl.SliceLayout(0, layout))
+        first = (tile * (D // 64) + W).to(gl.int64) * 4096
+        if tile < NOWHERE:  # a mask would make the compiler add 4 bytes at a time
+            gl.atomic_add(to + first + (gl.expand_dims(i * 128, 1) + gl.expand_dims(j, 0)), pieces, sem="relaxed")
+    else:
+        buffer.store(fragment_order(dq))
+        fence_async_shared()
+        async_reduce_add(to, [(tile * (D // 64) + W) * 32, 0], buffer)
 
 
 @gluon.jit

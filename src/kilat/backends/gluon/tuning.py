@@ -39,11 +39,12 @@ class Schedule:
 class BackwardConfig:
     """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late.
 
-    do_first: dO's buffers are free, and loaded again, before those of Q.
+    do_first: dO's buffers are free, and loaded again, before those of Q. direct: dQ is added from registers, not by TMA.
     """
 
     turns: bool
     do_first: bool = False
+    direct: bool = False
 
 
 def bucket(problem: Problem, kernel: str) -> Bucket | None:
@@ -166,7 +167,7 @@ TUNABLES = (
         "backward",
         lambda problem: bucket(problem, "backward"),
         _built_in(_built_in_backward),
-        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True)},
+        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True), "direct": (False, True)},
         backward_is_legal,
     ),
 )
