@@ -92,7 +92,7 @@ def _make_plan(p: Problem) -> Plan:
         buffers, chosen = 3 if width == 64 else 4, tuning.backward_config(p)
         direct = chosen.direct
         phases = (chosen.turns, chosen.do_first, chosen.direct)
-        constants = (block_q, width, buffers, p.group, foreign, bool(cap), *phases, sums_dq, masked)
+        constants = (block_q, width, buffers, -p.group if chosen.down else p.group, foreign, bool(cap), *phases, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     together: list[int | None] = [None, None]

@@ -157,12 +157,12 @@ def consume_narrow(
     v_buffer = r.v.index(W).reshape([64, D])
     gl.assume(x.turns > 0)
     mbarrier.wait(r.kv_full, 0)
-    v = v_buffer.load(OPERAND)
     if W == 1:
         mbarrier.wait(r.go, 0)
     mbarrier.wait(r.q_full.index(0), 0)
     s_next = warpgroup_mma(k, block(r.q, 0, 0).permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, 64]
     mbarrier.wait(r.do_full.index(0), 0)
+    v = v_buffer.load(OPERAND)
     dp_next = warpgroup_mma(v, block(r.do, 0, 0).permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, 64]
     s = warpgroup_mma_wait(1, deps=[s_next])
     p, weight = scores_to_p(s, r, x, x.first * BM, 0, factor, cap_log2, W, SOFTCAP, MASKED)

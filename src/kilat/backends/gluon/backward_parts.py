@@ -77,9 +77,9 @@ class Shared:
     delta: gl.shared_memory_descriptor  # [2 * BM / 64, 1, 64]
     kv_raw: gl.shared_memory_descriptor  # k and v before their last rows are cleared
     q_raw: gl.shared_memory_descriptor  # q and do, likewise
-    kv_full: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor  # k; if FOREIGN v, too
     q_full: gl.shared_memory_descriptor  # q and lse
-    do_full: gl.shared_memory_descriptor  # do and delta
+    do_full: gl.shared_memory_descriptor  # do and delta; in the first turn v, too, unless FOREIGN
     free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage; with DO_FIRST only q and lse
     do_free: gl.shared_memory_descriptor  # do and delta of a stage; with DO_FIRST
     ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
@@ -183,6 +183,7 @@ def place_of(
     BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Where the program with this id works: the first keys first, which most queries see; see `take_place`."""
+    HEADS: gl.constexpr = GROUP if GROUP > 0 else -GROUP
     sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, together)
     if offsets_kv is not None:
         sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
@@ -190,7 +191,7 @@ def place_of(
         tile = (gl.load(offsets_q + sequence) // BM + sequence) * (BM // 64)
         in_batch = sequence * 0
     else:
-        tile = sequence * num_heads_kv * GROUP * tiles
+        tile = sequence * num_heads_kv * HEADS * tiles
         in_batch = sequence
     q_start, q_len = span(offsets_q, lengths_q, sequence, seqlen_q)
     kv_start, kv_len = span(offsets_kv, lengths_kv, sequence, seqlen_kv)
@@ -199,9 +200,11 @@ def place_of(
     last_key = gl.minimum(key + BLOCK_KV, kv_len) - 1
     first_row = gl.maximum(key - high, 0)
     last_row = gl.minimum(last_key - low, q_len - 1)
-    head_q = head_kv * GROUP
+    head_q = head_kv * HEADS
     first = first_row // BM
-    turns = (last_row // BM + 1 - first) * GROUP
+    turns = (last_row // BM + 1 - first) * HEADS
+    if GROUP < 0:
+        first = last_row // BM
     tile += head_q * tiles
     if (last_key < key) | (last_row < first_row):
         # One turn whose coordinates lie outside of every tensor: loads give zeros, the sum into dQ goes nowhere.
@@ -283,6 +286,9 @@ def add_dq(dq, to, buffer, tile, W: gl.constexpr, D: gl.constexpr, DIRECT: gl.co
 @gluon.jit
 def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
     """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block of queries."""
+    if GROUP < 0:
+        block = x.first - t // -GROUP
+        return block * BM, x.tile + (t % -GROUP) * x.tiles + block * (BM // 64)
     block = x.first + t // GROUP
     return block * BM, x.tile + (t % GROUP) * x.tiles + block * (BM // 64)
 
@@ -301,21 +307,21 @@ def clear_rows(buffer, first, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def load_both_halves(k_desc, v_desc, x, r, bar):
-    """K and V of both warpgroups, with their bytes counted at `bar`."""
+def load_both_halves(desc, x, buffer, bar):
+    """K or V of both warpgroups, with its bytes counted at `bar`."""
     for w in gl.static_range(2):
-        at = [x.kv_batch, x.kv_start + x.key + w * 64, x.head_kv, 0]
-        async_load(k_desc, at, bar, r.k.index(w))
-        async_load(v_desc, at, bar, r.v.index(w))
+        async_load(desc, [x.kv_batch, x.kv_start + x.key + w * 64, x.head_kv, 0], bar, buffer.index(w))
 
 
 @gluon.jit
 def load_keys(k_desc, v_desc, x, r, D: gl.constexpr, FOREIGN: gl.constexpr):
-    """K and V of the program. FOREIGN: behind the sequence lies what is not its own, and must be zeroed (0 * NaN)."""
-    NBYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
+    """K of the program. FOREIGN: behind the sequence lies what is not its own, and must be zeroed (0 * NaN); V, too."""
+    K_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes
+    V_BYTES: gl.constexpr = 2 * v_desc.block_type.nbytes
     if FOREIGN & (x.key + BLOCK_KV > x.kv_len):
-        mbarrier.expect(r.kv_raw, NBYTES)
-        load_both_halves(k_desc, v_desc, x, r, r.kv_raw)
+        mbarrier.expect(r.kv_raw, K_BYTES + V_BYTES)
+        load_both_halves(k_desc, x, r.k, r.kv_raw)
+        load_both_halves(v_desc, x, r.v, r.kv_raw)
         mbarrier.wait(r.kv_raw, 0)
         for w in gl.static_range(2):
             clear_rows(r.k.index(w), x.kv_len - x.key - w * 64, 64, D)
@@ -324,8 +330,10 @@ def load_keys(k_desc, v_desc, x, r, D: gl.constexpr, FOREIGN: gl.constexpr):
         cta_barrier()
         mbarrier.arrive(r.kv_full, count=1)
     else:
-        mbarrier.expect(r.kv_full, NBYTES)
-        load_both_halves(k_desc, v_desc, x, r, r.kv_full)
+        mbarrier.expect(r.kv_full, K_BYTES + V_BYTES if FOREIGN else K_BYTES)
+        load_both_halves(k_desc, x, r.k, r.kv_full)
+        if FOREIGN:
+            load_both_halves(v_desc, x, r.v, r.kv_full)
 
 
 @gluon.jit
@@ -333,14 +341,19 @@ def produce(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, x, r,
     BM: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
-    """The producer: K and V once, then Q, lse, dO and delta of every turn into two stages."""
+    """The producer: K and V once, then Q, lse, dO and delta of every turn into two stages.
+
+    What S waits for comes first. Unless FOREIGN, V comes with the first dO.
+    """
     ROWS: gl.constexpr = BM // 64
+    HEADS: gl.constexpr = GROUP if GROUP > 0 else -GROUP
+    DO_BYTES: gl.constexpr = do_desc.block_type.nbytes + BM * 4
     load_keys(k_desc, v_desc, x, r, D, FOREIGN)
     shorts = 0
     for t in range(x.turns):
         stage = t % 2
         row, tile = row_and_tile(x, t, BM, GROUP)
-        at = [x.q_batch, x.q_start + row, x.head_q + t % GROUP, 0]
+        at = [x.q_batch, x.q_start + row, x.head_q + t % HEADS, 0]
         q_full = r.q_full.index(stage)
         do_full = r.do_full.index(stage)
         is_short = FOREIGN & (row < x.q_len) & (row + BM > x.q_len)
@@ -365,7 +378,11 @@ def produce(
         if is_short:
             mbarrier.expect(do_full, BM * 4)
         else:
-            mbarrier.expect(do_full, do_desc.block_type.nbytes + BM * 4)
+            if not FOREIGN and t == 0:
+                mbarrier.expect(do_full, DO_BYTES + 2 * v_desc.block_type.nbytes)
+                load_both_halves(v_desc, x, r.v, do_full)
+            else:
+                mbarrier.expect(do_full, DO_BYTES)
             async_load(do_desc, at, do_full, r.do.index(stage))
         for i in gl.static_range(ROWS):
             async_load(delta_desc, [tile + i, 0], do_full, r.delta.index(stage * ROWS + i))

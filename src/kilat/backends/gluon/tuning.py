@@ -45,6 +45,7 @@ class BackwardConfig:
     turns: bool
     do_first: bool = False
     direct: bool = False
+    down: bool = False
 
 
 def bucket(problem: Problem, kernel: str) -> Bucket | None:
@@ -167,7 +168,7 @@ TUNABLES = (
         "backward",
         lambda problem: bucket(problem, "backward"),
         _built_in(_built_in_backward),
-        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True), "direct": (False, True)},
+        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True), "direct": (False, True), "down": (False, True)},
         backward_is_legal,
     ),
 )
