@@ -48,11 +48,9 @@ SETTINGS = {
     "do-first": Setting(300, 300, heads=(4, 2), do_first=True),
     "do-first-causal-turns": Setting(300, 200, dim=96, heads=(2, 2), mask=Causal(), turns=True, do_first=True),
     "do-first-one": Setting(1, 1, do_first=True, turns=True),
-    "direct": Setting(300, 200, heads=(4, 2), mask=Causal(), direct=True, turns=True),
-    "direct-unseen": Setting(63, 300, dim=100, mask=Causal(align="top_left"), direct=True),
-    "direct-narrow": Setting(400, 300, heads=(3, 1), dim=64, mask=Causal(), direct=True),
     "down": Setting(300, 400, heads=(4, 2), mask=Causal(), down=True),
     "down-narrow-window": Setting(400, 300, heads=(2, 1), dim=64, mask=Window(100, 20), down=True),
+    "down-broad": Setting(300, 200, dim=192, heads=(4, 2), mask=Causal(), down=True),
     "down-ragged": Setting(ragged=RAGGED, heads=(2, 1), mask=Causal(), down=True),
     "top-left": Setting(70, 130, mask=Causal(align="top_left"), dim=40),
     "window": Setting(400, 300, heads=(4, 2), dim=96, mask=Window(50, 20)),
@@ -129,7 +127,7 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         "tma.store_wait(0)"),
     "dq-buffer-reused": (
         WIDE, backward_wide.consume_wide,
-        "tma.store_wait(0)\n                    cta_barrier()", "cta_barrier()"),
+        "tma.store_wait(0)\n                cta_barrier()", "cta_barrier()"),
     "dk-overwrites-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.done, 0)", "pass"),
     "loads-into-used-stage": (
         WIDE, backward_parts.produce, "mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)", "pass"),
@@ -143,11 +141,6 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         replace(WIDE, dim=64), backward_narrow.consume_narrow,
         "mbarrier.wait(r.do_full.index(0), 0)\n    v = v_buffer.load(OPERAND)",
         "v = v_buffer.load(OPERAND)\n    mbarrier.wait(r.do_full.index(0), 0)"),
-    "direct-wrong-piece": (
-        replace(WIDE, direct=True), backward_parts.add_dq, "(D // 64) + W).to(gl.int64)", "(D // 64)).to(gl.int64)"),
-    "direct-adds-what-is-nowhere": (
-        Setting(63, 300, mask=Causal(align="top_left"), direct=True), backward_parts.add_dq,
-        "if tile < NOWHERE:", "if tile >= 0:"),
     "garbage-left": (SHORT, backward_parts.clear_rows, "if start + STEP > first:", "if start > first + STEP:"),
     "clears-before-load": (SHORT, backward_parts.load_keys, "mbarrier.wait(r.kv_raw, 0)", "pass"),
     "mask-one-off": (

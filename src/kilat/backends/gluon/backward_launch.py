@@ -50,7 +50,6 @@ class Plan:
     programs: int
     ragged: bool
     sums_dq: bool  # by the main kernel, into an accumulator
-    direct: bool  # from registers, not by TMA
     foreign: bool  # behind a sequence may lie what is not its own
     numbers: tuple[Any, ...]  # of the main kernel, in the order of its parameters
     constants: tuple[Any, ...]
@@ -85,14 +84,13 @@ def _make_plan(p: Problem) -> Plan:
     masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
     width = sum(config.d)
-    direct = True
+    chosen = tuning.backward_config(p)
     if config.broad:
-        constants = (*config.d, *config.v, p.group, foreign, bool(cap), sums_dq, masked)
+        constants = (*config.d, *config.v, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
     else:
-        buffers, chosen = 3 if width == 64 else 4, tuning.backward_config(p)
-        direct = chosen.direct
-        phases = (chosen.turns, chosen.do_first, chosen.direct)
-        constants = (block_q, width, buffers, -p.group if chosen.down else p.group, foreign, bool(cap), *phases, sums_dq, masked)
+        buffers = 3 if width == 64 else 4
+        phases = (chosen.turns, chosen.do_first, chosen.down)
+        constants = (block_q, width, buffers, p.group, foreign, bool(cap), *phases, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     together: list[int | None] = [None, None]
@@ -111,7 +109,6 @@ def _make_plan(p: Problem) -> Plan:
         programs=tiles_kv * p.num_heads_kv * sequences,
         ragged=ragged,
         sums_dq=sums_dq,
-        direct=direct,
         foreign=foreign,
         numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, together[0], tiles, p.head_dim, p.head_dim_v, *factors),
         constants=constants,
@@ -247,7 +244,7 @@ def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
     # gradients are stored through a descriptor only where TMA can
     stored = _boxes(plan, tensors, [(K, 64), (V, 64)] if plan.foreign else [(DK, 64), (DV, 64)])
     rows, kernel = (_rows(plan, 0, True), _rows(plan, 1, True)), backward_kernel
-    boxes = [*inputs[::2], *rows, _pieces(plan, not plan.direct), *stored[::2]]
+    boxes = [*inputs[::2], *rows, _pieces(plan, True), *stored[::2]]
     if plan.config.broad:
         kernel, boxes = backward_broad_kernel, [*inputs, *rows, *stored, _pieces(plan, False)]
     arguments = (*boxes, Of(DK), Of(DV), *lengths, *plan.numbers)
