@@ -57,7 +57,7 @@ SETTINGS = {
     "narrow-one": Setting(1, 1, dim=64),
     "narrow": Setting(400, 128, dim=64),
     "narrow-causal": Setting(400, 300, dim=64, heads=(3, 1), mask=Causal()),
-    "one-head-after-another": Setting(300, 300, batch=2, heads=(2, 2), mask=Causal(), together=0),
+    "one-head-after-another": Setting(300, 300, batch=2, heads=(2, 2), mask=Causal(), in_turn=0),
     "narrow-window": Setting(300, 500, dim=33, mask=Window(100, None)),
     "ragged": Setting(ragged=RAGGED, heads=(2, 1), mask=Causal()),
     "ragged-narrow": Setting(ragged=RAGGED, heads=(2, 1), dim=64),

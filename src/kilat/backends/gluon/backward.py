@@ -68,7 +68,7 @@ def shared_memory(
 
 
 LENGTHS = (
-    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv together tiles".split()  # noqa: SIM905
+    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv in_turn tiles".split()  # noqa: SIM905
 )
 
 
@@ -76,7 +76,7 @@ LENGTHS = (
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, together, tiles, dim, dim_v, scale, factor, cap_log2,
+    left, right, right_top_left, tiles_kv, in_turn, tiles, dim, dim_v, scale, factor, cap_log2,
     BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
     SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr, DOWN: gl.constexpr,
     WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
@@ -84,7 +84,7 @@ def backward_kernel(
     """One program for 128 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-        left, right, right_top_left, tiles_kv, together, tiles, BM, BLOCK_KV, GROUP, DOWN,
+        left, right, right_top_left, tiles_kv, in_turn, tiles, BM, BLOCK_KV, GROUP, DOWN,
     )  # fmt: skip
     r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, TURNS, DO_FIRST)
     gl.warp_specialize(

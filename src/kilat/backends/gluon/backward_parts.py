@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
-from kilat.backends.gluon.tiles import unit_and_slot
 
 BLOCK_KV = gl.constexpr(128)  # below head_dim 129
 FAR = gl.constexpr(2**30)  # as in kilat.masks.core
@@ -164,24 +163,23 @@ def band(q_len, kv_len, left, right, right_top_left):
 
 
 @gluon.jit
-def take_place(batch, heads, tiles, together):
-    """(sequence, head, tile) of this program: one head after another, or (not if ragged) `together` by turns."""
+def take_place(batch, heads, tiles, in_turn):
+    """(sequence, head, tile) of this program: one head after another, and (not if ragged) the last `in_turn` by turns."""
     pid = gl.program_id(0)
-    if together is None:  # spelt so that it takes the fewest registers
-        tile = pid % tiles
-        head = (pid // tiles) % heads
-        sequence = pid // tiles // heads
-    else:
-        unit, tile = unit_and_slot(pid, batch * heads, tiles, together)
-        sequence = unit // heads
-        head = unit - sequence * heads
-    return sequence, head, tile
+    tile = pid % tiles
+    unit = pid // tiles  # head of a sequence
+    if in_turn is not None:
+        rest = pid - (batch * heads - in_turn) * tiles
+        if rest >= 0:
+            tile = rest // in_turn
+            unit = batch * heads - in_turn + rest - tile * in_turn
+    return unit // heads, unit % heads, tile
 
 
 @gluon.jit
 def place_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, together, tiles,
+    left, right, right_top_left, tiles_kv, in_turn, tiles,
     BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
     """Where the program with this id works: the first keys first, which most queries see; see `take_place`.
@@ -189,7 +187,7 @@ def place_of(
     DOWN: blocks of queries from the last to the first. Under a causal mask programs that start together then read the
     same queries, and add to the same dQ, at the same time, so that these stay in the L2 cache.
     """
-    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, together)
+    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, in_turn)
     if offsets_kv is not None:
         sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
         tile_kv -= gl.load(offsets_kv + sequence) // BLOCK_KV + sequence
@@ -277,7 +275,7 @@ def add_dq(dq, dq_desc, buffer, piece):
 
 @gluon.jit
 def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
-    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block (x.down: the one before)."""
+    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block, or the one before."""
     block = x.first - t // GROUP if x.down else x.first + t // GROUP
     return block * BM, x.tile + (t % GROUP) * x.tiles + block * (BM // 64)
 
