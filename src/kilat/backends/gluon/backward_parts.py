@@ -164,7 +164,7 @@ def band(q_len, kv_len, left, right, right_top_left):
 
 @gluon.jit
 def take_place(batch, heads, tiles, in_turn):
-    """(sequence, head, tile) of this program: one head after another, and (not if ragged) the last `in_turn` by turns."""
+    """(sequence, head, tile) of this program: one head after another, the last `in_turn` (not if ragged) by turns."""
     pid = gl.program_id(0)
     tile = pid % tiles
     unit = pid // tiles  # head of a sequence
@@ -275,7 +275,7 @@ def add_dq(dq, dq_desc, buffer, piece):
 
 @gluon.jit
 def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
-    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block, or the one before."""
+    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block or the last."""
     block = x.first - t // GROUP if x.down else x.first + t // GROUP
     return block * BM, x.tile + (t % GROUP) * x.tiles + block * (BM // 64)
 
