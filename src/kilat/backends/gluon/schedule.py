@@ -79,7 +79,7 @@ def heads_in_turn(costs: NDArray[np.int64], units: int) -> int | None:
     its longest tiles when the others are done: 5 to 7 % at 512 to 8k, head_dim 128, and 12 % with groups of heads. The
     hardware deals programs as `deal` does; the fewest heads that are even are taken, or the best number. The others
     come one after another, since what the tiles of a head share, Q, dO and dQ, is then in the L2 cache: by turns 66
-    heads at 512 and 256 at 1k read it from memory again for every tile (705 us at 1k causal, head_dim 128, against 610).
+    heads at 512 and 256 at 1k read it from memory again for every tile (705 us at 1k causal, not 610).
     """
     costs = costs + OF_A_PROGRAM
     if units < 2 or len(costs) < 2 or (costs == costs[0]).all():
