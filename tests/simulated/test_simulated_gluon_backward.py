@@ -134,6 +134,8 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
     "wrong-bytes": (
         WIDE, backward_parts.produce,
         "mbarrier.expect(do_full, DO_BYTES)", "mbarrier.expect(do_full, DO_BYTES - BM * 4)"),
+    "narrow-dq-buffer-reused": (
+        NARROW, backward_narrow.consume_narrow, "tma.store_wait(0)\n        cta_barrier()", "cta_barrier()"),
     "v-not-awaited": (
         WIDE, backward_parts.produce,
         "mbarrier.expect(do_full, DO_BYTES + 2 * v_desc.block_type.nbytes)", "mbarrier.expect(do_full, DO_BYTES)"),

@@ -181,19 +181,22 @@ def consume_narrow(
             last, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
             W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, True,
         )  # fmt: skip
+    is_seen = x.tile < NOWHERE  # keys that no query sees may hold NaN
+    at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
+    # dV leaves while the last dQ is under way: its half of V is nobody else's.
     if WITH_DQ:
         mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
-        dq = warpgroup_mma_wait(0, deps=[dq_products(r, last, W)])
+        dq_next = dq_products(r, last, W)
         tma.store_wait(0)
         cta_barrier()
+    dv = gl.where(is_seen, dv, 0.0)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
+    if WITH_DQ:
+        dq = warpgroup_mma_wait(0, deps=[dq_next])
         _, tile = row_and_tile(x, last, BM, GROUP)
         add_dq(dq, dq_desc, r.dq.index(W), tile + W)
     mbarrier.arrive(r.done, count=1)
     mbarrier.wait(r.done, 0)
-    is_seen = x.tile < NOWHERE  # keys that no query sees may hold NaN
-    at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
     dk = gl.where(is_seen, dk * scale, 0.0)
-    dv = gl.where(is_seen, dv, 0.0)
     store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D, FOREIGN)
-    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
     tma.store_wait(0)
