@@ -169,3 +169,18 @@ def test_strides(dims: tuple[int, int]) -> None:
     assert found[0][plan.all_tiles * 64 :].count_nonzero()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_nan_of_unseen_rows() -> None:
+    """A row whose output is zero, with a finite lse if there is a sink, ignores its dO."""
+    s = Setting(70, 30, heads=(2, 1), dim=64)
+    problem, operands, out, lse, do = _call(s)
+    plan, dlse = backward_launch.plan_of(problem), torch.ones(lse.shape)
+    out[:, 7:9], do[:, 7:9], lse[:, :, 7] = 0, torch.nan, -torch.inf
+    work = torch.zeros((plan.all_tiles + plan.pieces) * 128)
+    tensors, optional = _tensors(operands, do, out, lse, work, dlse)
+    backward_launch._prepare(problem, tensors, optional).through_triton(tensors)
+    rows = work[: plan.all_tiles * 128].view(2, 2, -1)
+    assert (rows[1, :, 7] == 0).all()
+    assert (rows[1, :, 8] == -1).all()
+    assert not rows.isnan().any()
