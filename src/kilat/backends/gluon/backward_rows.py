@@ -54,7 +54,7 @@ def clear_tokens(x_ptr, first, end, units, share, shares, UNIT: tl.constexpr):
     BLOCK: tl.constexpr = 1024
     base = x_ptr + first.to(tl.int64) * units * UNIT
     count = (end - first).to(tl.int64) * units * UNIT
-    for at in range(share.to(tl.int64) * BLOCK, count, shares * BLOCK):
+    for at in range(share.to(tl.int64) * BLOCK, count, shares.to(tl.int64) * BLOCK):
         i = at + tl.arange(0, BLOCK)
         tl.store(base + i, tl.zeros([BLOCK], x_ptr.dtype.element_ty), mask=i < count)
 
@@ -79,7 +79,7 @@ def clear_gaps(x_ptr, offsets, lengths, sequence, batch, seqlen, units, share, s
 @triton.jit(
     do_not_specialize=[
         "batch", "seqlen", "seqlen_kv", "heads", "tiles", "v_pieces", "dlse_b", "dlse_n", "dlse_h",
-        "q_units", "k_units", "v_units",
+        "q_units", "k_units", "v_units", "o_b", "o_n", "o_h", "do_b", "do_n", "do_h",
     ]
 )  # fmt: skip
 def prepare_kernel(
