@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Q, K, V, DO, OUT, LSE, WORK, DQ, DK, DV = range(10)
 OPTIONAL = ("dlse", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
 
+TILE = 4096  # elements that a program of `backward_rows` moves at a time
+
 
 @dataclass
 class Plan:
@@ -210,6 +212,9 @@ def _strides(x: Tensor, ragged: bool) -> tuple[int, ...]:
 
 def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
     plan, dlse, of_dlse = plan_of(p), optional["dlse"], (0, 0, 0)
+    columns = 1 << (sum(plan.config.v) - 1).bit_length()
+    rows, strides = min(plan.block_q, TILE // columns), [_strides(tensors[n], plan.ragged) for n in (OUT, DO)]
+    piece = 1 if any(n % 8 for n in (p.head_dim_v, *strides[0], *strides[1])) else 8
     if dlse is not None:
         x = tensors[dlse.n]
         of_dlse = (0 if plan.ragged else x.stride(0), x.stride(-1), x.stride(-2))
@@ -220,14 +225,11 @@ def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) 
     arguments = (
         Of(OUT), Of(DO), Of(LSE), dlse, _rows(plan, 0, False), _rows(plan, 1, False), _pieces(plan, False),
         optional["cu_seqlens_q"], optional["seqlens_q"], *gaps, optional["cu_seqlens_kv"], optional["seqlens_kv"],
-        p.seqlen_kv, *(n // unit for n in elements), p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
-        *_strides(tensors[OUT], plan.ragged), *_strides(tensors[DO], plan.ragged), *of_dlse,
+        p.seqlen_kv, *(n // unit for n in elements), p.batch, p.seqlen_q, p.num_heads_q, plan.tiles,
+        *(n // piece for n in (p.head_dim_v, *strides[0], *strides[1])), *of_dlse,
     )  # fmt: skip
-    grid, constants = (
-        plan.all_tiles // (plan.block_q // 64),
-        (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq, unit),
-    )
-    return Step(prepare_kernel, grid, arguments, constants, tensors=tensors)
+    constants = (plan.block_q, rows, plan.width, columns, plan.sums_dq, unit, piece)
+    return Step(prepare_kernel, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
 
 
 def _boxes(plan: Plan, tensors: list[Tensor], cut: Sequence[tuple[int, int]]) -> list[Of | None]:
@@ -253,12 +255,14 @@ def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
 
 def _finish(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
     plan = plan_of(p)
+    columns = plan.width & -plan.width
+    rows, piece = min(plan.block_q, TILE // columns), 1 if p.head_dim % 8 else 8
     arguments = (
         _pieces(plan, False), Of(DQ), optional["cu_seqlens_q"], optional["seqlens_q"],
-        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim, p.scale,
+        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim // piece, p.scale,
     )  # fmt: skip
-    grid = plan.all_tiles // (plan.block_q // 64)
-    return Step(finish_kernel, grid, arguments, (plan.block_q, plan.width), tensors=tensors)
+    constants = (plan.block_q, rows, plan.width, columns, piece)
+    return Step(finish_kernel, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
 
 
 def _dq(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
