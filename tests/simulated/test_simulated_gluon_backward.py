@@ -146,7 +146,11 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
     "garbage-left": (SHORT, backward_parts.clear_rows, "if start + STEP > first:", "if start > first + STEP:"),
     "clears-before-load": (SHORT, backward_parts.load_keys, "mbarrier.wait(r.kv_raw, 0)", "pass"),
     "mask-one-off": (
-        Setting(130, 130, mask=Causal()), backward_parts.hide, "distance <= x.high", "distance < x.high"),
+        Setting(130, 130, mask=Causal()), backward_parts.hide, "query - lane >= first", "query - lane > first"),
+    "mask-one-off-on-the-left": (
+        Setting(300, 300, mask=Window(50, 20)), backward_parts.hide, "lane <= gl.expand_dims", "lane < gl.expand_dims"),
+    "mask-ignores-the-end-of-keys": (
+        Setting(130, 130, batch=2), backward_parts.hide, "gl.where(j < x.kv_len,", "gl.where(j < x.kv_len + 64,"),
     "mask-skipped": (
         Setting(130, 130, mask=Causal()), backward_parts.is_masked,
         "last_key - row > x.high", "last_key - row > x.high + 64"),

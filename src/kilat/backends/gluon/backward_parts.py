@@ -235,10 +235,12 @@ def hide(p, x, kv_full, row, W: gl.constexpr, layout: gl.constexpr):
     otherwise become selects that every block pays for.
     """
     mbarrier.wait(kv_full, 0)
-    i = row + gl.arange(0, 64, gl.SliceLayout(0, layout))
+    query = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    lane = query & 6  # to the key's side of the comparisons, which leaves constants; see `forward_parts.hide`
     j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    distance = gl.expand_dims(j, 1) - gl.expand_dims(i, 0)
-    seen = (distance >= x.low) & (distance <= x.high) & gl.expand_dims(j < x.kv_len, 1)
+    last = gl.where(j < x.kv_len, gl.maximum(j - row - x.low, -1), -1)
+    first = gl.expand_dims(j - row - x.high, 1) - lane
+    seen = (query - lane >= first) & (query - lane <= gl.expand_dims(last, 1) - lane)
     return gl.where(seen, p, 0.0)
 
 

@@ -116,7 +116,8 @@ def prepare_kernel(
         number = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
         pieces = dq_pieces + number * ROWS * D
         for column in tl.static_range(0, D, 64):
-            tl.store(pieces + ROWS * column + tl.arange(0, ROWS * 64), tl.zeros([ROWS * 64], tl.float32))
+            zeros = tl.zeros([ROWS * 64], tl.float32)
+            tl.store(pieces + ROWS * column + tl.arange(0, ROWS * 64), zeros, eviction_policy="evict_last")
     o = o.to(tl.float32)
     delta = tl.sum(o * tl.where(o == 0, 0.0, do.to(tl.float32)), 1)  # [ROWS]; what sees nothing ignores a NaN in dO
     if dlse_ptr is not None:
@@ -155,7 +156,7 @@ def finish_kernel(
         i = first + tl.arange(0, ROWS)
         row = (sequence.to(tl.int64) * seqlen + start + i) * heads + head
         for first_column in tl.static_range(0, D, C):
-            x = tl.load(pieces + 64 * first_column, eviction_policy="evict_first")  # [T, C / 64, 64 W * 16]
+            x = tl.load(pieces + 64 * first_column)  # [T, C / 64, 64 W * 16]
             # tile, 64 columns, warp, 8 columns, row, lane, half, pair
             x = tl.reshape(x, [T, C // 64, W, 8, 8, 4, 2, 2])
             x = tl.permute(x, (0, 2, 6, 4, 1, 3, 5, 7))
