@@ -50,33 +50,25 @@ def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int, q_
     assert found.in_loops == 0
 
 
-NEW = {
-    # (dim, causal, held): bytes spilled with `lazy` under Triton 3.6 and 3.7, at the edges of tiles
-    (64, True, 0): 0,
-    (128, False, 0): 48,
-    (128, True, 0): 8,
-    (128, False, 64): 48,
-    (256, False, 0): 56,
-    (256, True, 0): 8,
-    (256, False, 64): 56,
-    (256, True, 64): 16,
-}
-
-
-@pytest.mark.parametrize(("dim", "causal", "held"), NEW)
-def test_gluon_forward_that_seldom_rescales(dim: int, causal: bool, held: int) -> None:
-    """Products still overlap, and nothing is spilled in the loop, though a warp branches around its multiplications."""
-    found = {}
-    for lazy in (False, True):
-        with forced("gluon", "forward", {"lazy": lazy, "held": held}):
-            found[lazy] = test_compiled_gluon_forward.compiled(dim, mask=Causal() if causal else None)
-    kernel = found[True]
-    assert not kernel.serialised
-    assert kernel.in_loops == 0
-    assert kernel.spilled <= NEW[dim, causal, held]
-    assert (kernel.products, kernel.shared) == (found[False].products, found[False].shared)
-    consumers = 3 if dim == 64 else 2
-    assert (found[False].votes, kernel.votes) == (0, consumers)
+@pytest.mark.parametrize(
+    ("dims", "out_dtype", "ways"),
+    [
+        ((256, 256), None, (3, 1)),
+        ((193, 200), None, (3, 1)),
+        ((256, 256), "float32", (0, 1)),
+        ((256, 252), None, (0, 1)),  # rows of no multiple of 16 bytes
+        ((192, 256), None, (1, 1)),
+        ((192, 128), None, (2, 1)),
+        ((128, 128), None, (1, 2)),
+    ],
+    ids=str,
+)
+def test_how_the_output_leaves(dims: tuple[int, int], out_dtype: str | None, ways: tuple[int, int]) -> None:
+    """Through a buffer of its own where that fits, else in pieces, else through Q's buffer, else from registers."""
+    case = Case("ways", seqlen=(129, 129), head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", out_dtype=out_dtype)
+    problem, _ = build(case).core()
+    config = heuristics.forward_config(problem)
+    assert (config.staging, config.q_stages) == ways
 
 
 def test_candidates_of_the_forward() -> None:
