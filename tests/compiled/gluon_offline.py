@@ -38,6 +38,7 @@ class Compiled:
     reductions: int  # UTMAREDG
     vector_reductions: int  # REDG of 16 bytes
     narrow: int  # loads from global memory, and stores to it, of 2 bytes
+    votes: int  # VOTE.ANY that branch
     serialised: bool  # ptxas gave up on overlapping products
     shared: int  # bytes
 
@@ -88,6 +89,7 @@ def read(kernel: Any, log: str, consumers: int = 2, products: int = 20) -> Compi
         reductions=count("UTMAREDG"),
         vector_reductions=sum("REDG.E.ADD.F32x4" in line for line in code),
         narrow=sum(bool(re.search(r"\b(LDG|STG)\b.*\.U?16\b", line)) for line in code),
+        votes=sum("VOTE.ANY P" in line for line in code),
         serialised=bool(re.search(r"C751[245]|serialized", log)),
         shared=kernel.metadata.shared,
     )

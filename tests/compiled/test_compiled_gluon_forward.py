@@ -18,6 +18,7 @@ from kilat.backends.gluon import forward_launch, heuristics
 from kilat.masks import Causal, Window
 from kilat.problem import Operands, Problem
 from kilat.scores import Softcap
+from kilat.tune.lookup import forced
 
 SHARED_MEMORY = 227 * 1024
 
@@ -95,6 +96,30 @@ def test_budget(name: str) -> None:
     spilled, in_loops = of_version(OTHERS).get(name, (CONFIGURATIONS[name][1], 0))
     assert kernel.in_loops <= in_loops, kernel
     assert kernel.spilled <= spilled, kernel
+
+
+SELDOM: dict[tuple[int, bool, int], dict[tuple[int, int], int]] = {
+    # (dim, causal, held): bytes spilled with `lazy`, at the edges of tiles, from this Triton on
+    (64, True, 0): {(3, 6): 0, (3, 9): 140},
+    (128, True, 0): {(3, 6): 12, (3, 9): 152},
+    (256, False, 0): {(3, 6): 56, (3, 9): 48},
+    (256, True, 0): {(3, 6): 20, (3, 7): 8, (3, 9): 108},
+    (256, False, 64): {(3, 6): 56, (3, 9): 60},
+    (256, True, 64): {(3, 6): 20, (3, 7): 8, (3, 9): 248},
+}
+
+
+@pytest.mark.parametrize(("dim", "causal", "held"), SELDOM)
+def test_a_rescale_that_a_warp_branches_around(dim: int, causal: bool, held: int) -> None:
+    """Products still overlap, and nothing is spilled in the loop."""
+    with forced("gluon", "forward", {"lazy": True, "held": held}):
+        kernel = compiled(dim, mask=Causal() if causal else None)
+    assert not kernel.serialised
+    assert kernel.in_loops == 0
+    assert kernel.spilled <= of_version(SELDOM[dim, causal, held]), kernel
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.votes == (3 if dim == 64 else 2)  # one a consumer
+    assert of("d128-causal").votes == 0
 
 
 def test_a_capture_of_what_was_never_called_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,13 @@ FORWARD = {
 
 @pytest.mark.parametrize(("dim", "consumers", "block_kv", "staging", "q_stages", "stages"), FORWARD)
 def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int, q_stages: int, stages: int) -> None:
-    values = {"consumers": consumers, "block_kv": block_kv, "staging": staging, "q_stages": q_stages, "stages": stages}
+    values: dict[str, Any] = {
+        "consumers": consumers,
+        "block_kv": block_kv,
+        "staging": staging,
+        "q_stages": q_stages,
+        "stages": stages,
+    }
     with forced("gluon", "forward", values):
         found = test_compiled_gluon_forward.compiled(dim, mask=Causal())
     config = heuristics.ForwardConfig(heuristics.boxes(dim), heuristics.boxes(dim), **values, turns=False)
@@ -41,6 +48,27 @@ def test_gluon_forward(dim: int, consumers: int, block_kv: int, staging: int, q_
     assert found.shared <= test_compiled_gluon_forward.SHARED_MEMORY
     assert found.products == FORWARD[dim, consumers, block_kv, staging, q_stages, stages]
     assert found.in_loops == 0
+
+
+@pytest.mark.parametrize(
+    ("dims", "out_dtype", "ways"),
+    [
+        ((256, 256), None, (3, 1)),
+        ((193, 200), None, (3, 1)),
+        ((256, 256), "float32", (0, 1)),
+        ((256, 252), None, (0, 1)),  # rows of no multiple of 16 bytes
+        ((192, 256), None, (1, 1)),
+        ((192, 128), None, (2, 1)),
+        ((128, 128), None, (1, 2)),
+    ],
+    ids=str,
+)
+def test_how_the_output_leaves(dims: tuple[int, int], out_dtype: str | None, ways: tuple[int, int]) -> None:
+    """Through a buffer of its own where that fits, else in pieces, else through Q's buffer, else from registers."""
+    case = Case("ways", seqlen=(129, 129), head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", out_dtype=out_dtype)
+    problem, _ = build(case).core()
+    config = heuristics.forward_config(problem)
+    assert (config.staging, config.q_stages) == ways
 
 
 def test_candidates_of_the_forward() -> None:
@@ -56,6 +84,10 @@ def test_candidates_of_the_forward() -> None:
     for dim in (64, 128):
         third = [one for one in found[dim] if one["stages"] == 3]
         assert {(one["consumers"], one["turns"]) for one in third} == {(3, True) if dim == 64 else (2, False)}
+        assert {(one["consumers"], one["turns"]) for one in found[dim] if one["lazy"]} == {
+            (3, True) if dim == 64 else (2, False)
+        }
+    assert [[one for one in found[dim] if one["held"]] != [] for dim in (64, 128, 256)] == [False, True, True]
 
 
 @pytest.mark.parametrize("knob", ["turns", "do_first"])

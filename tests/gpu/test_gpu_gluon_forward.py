@@ -10,6 +10,7 @@ from cases import Case
 from gpu_calls import moved
 
 from kilat.backends import registry
+from kilat.tune.lookup import forced
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,36 @@ def _cases() -> list[Case]:
         for mask in MASKS
     ]
     return found
+
+
+def _growing() -> list[Case]:
+    """Scores of 16 and more in log2 units, so that maxima grow by more than 2^8 in some rows and not in others."""
+    found = [
+        Case(
+            f"{q}x{kv}-d{d}-{mask}-{dtype}", seqlen=(q, kv), mask=mask, head_dim=d, heads=(4, 2), dtype=dtype,
+            scale=8 * d**-0.5,
+        )
+        for q, kv in ((193, 385), (257, 511), (640, 1280))
+        for d in (64, 96, 128, 192, 256)
+        for mask in ("none", "causal", "window")
+        for dtype in ("bfloat16", "float16")
+    ]  # fmt: skip
+    ragged = Case("", "ragged", batch=5, lengths_q=(128, 1, 300, 0, 192), lengths_kv=(128, 77, 300, 64, 500), tail=5)
+    found += [
+        replace(
+            ragged, name=f"ragged-d{d}", mask="causal", head_dim=d, dtype="float16", heads=(4, 2), sink=True, scale=1.0
+        )
+        for d in (64, 128, 256)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("values", [{"lazy": True}, {"held": 64}, {"lazy": True, "held": 64}], ids=str)
+@pytest.mark.parametrize("case", _growing(), ids=str)
+def test_knobs(case: Case, values: dict[str, bool | int]) -> None:
+    """Those that are not built in; one that this head_dim has none of leaves what is."""
+    with forced("gluon", "forward", values):
+        test_forward(case)
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)

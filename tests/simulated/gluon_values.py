@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from simulated.gluon_ptx import elementwise
 
 _MARKS = {2: (np.uint16, 0x7E55), 4: (np.uint32, 0x7FC5_5555)}
 """Bits of a NaN that no computation makes, by bytes of the element: memory that must not be read."""
@@ -291,6 +292,12 @@ def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *, is_pure: bool, pack: int) -> Any:
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    made = [tensor(x) for x in elementwise(asm, constraints, args, kinds, is_pure, pack)]
+    return made if isinstance(dtype, tuple) else made[0]
+
+
 FUNCTIONS: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": np.float32,  # rounding is not simulated
@@ -321,6 +328,7 @@ FUNCTIONS: dict[str, Any] = {
     "log": _quiet(np.log),
     "log2": _quiet(np.log2),
     "where": _where,
+    "inline_asm_elementwise": _inline_asm,
     "fma": lambda a, b, c: tensor(a * b + c),
     "load": load,
     "store": store,

@@ -116,11 +116,30 @@ def pass_turn(m, W: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def issue_qk(m, at, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """S = Q K^T under way: [64, BLOCK_KV], of buffer `at` of Q and buffer `slot` of K."""
+def hold_q(m, at, D: gl.constexpr, HELD: gl.constexpr, S_L: gl.constexpr):
+    """The first HELD columns of buffer `at` of Q in registers, as the products want them."""
+    return m.q.index(at).reshape([64, D]).slice(0, HELD, dim=1).load(gl.DotOperandLayout(0, S_L, 2))
+
+
+@gluon.jit
+def issue_qk(m, at, held, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr, HELD: gl.constexpr):
+    """S = Q K^T under way: [64, BLOCK_KV], of buffer `at` of Q and buffer `slot` of K.
+
+    The first HELD columns of Q (64, or none) come from registers: products of 64 keys read as much of Q as of K from
+    shared memory, and so take all that it gives.
+    """
     q = m.q.index(at).reshape([64, D])
     k = m.k.index(slot).reshape([BLOCK_KV, D])
-    st = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if HELD:
+        st = warpgroup_mma(held, k.slice(0, HELD, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        k2 = k.slice(HELD, HELD, dim=1)
+        st = warpgroup_mma(q.slice(HELD, HELD, dim=1), k2.permute((1, 0)), st, is_async=True)
+        if D > 2 * HELD:
+            k4 = k.slice(2 * HELD, D - 2 * HELD, dim=1)
+            q4 = q.slice(2 * HELD, D - 2 * HELD, dim=1)
+            st = warpgroup_mma(q4, k4.permute((1, 0)), st, is_async=True)
+    else:
+        st = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D2:
         q2 = m.q2.index(at).reshape([64, D2])
         k2 = m.k2.index(slot).reshape([BLOCK_KV, D2])
