@@ -102,7 +102,9 @@ def consume_wide(
             if t > 0:
                 mbarrier.arrive(r.free.index(before), count=1)
         mbarrier.wait(r.do_full.index(stage), phase)
-        dp_next = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, BM]
+        delta = r.delta.index(stage).load(s_layout)
+        # dP - delta: where delta is subtracted at the end, P, dP and delta need 16 registers that are not there.
+        dp_next = warpgroup_mma(v, do.permute((1, 0)), zero - delta, is_async=True)  # [64, BM]
         lse = r.lse.index(stage).load(s_layout)
         if TURNS:
             if W == 1:
@@ -122,10 +124,9 @@ def consume_wide(
                 mbarrier.arrive(r.go, count=1)
         # Always complete by now: it ends the basic block, so that ptxas leaves the exponentials under the product dP.
         mbarrier.wait(r.do_full.index(stage), phase)
-        delta = r.delta.index(stage).load(s_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = warpgroup_mma(p_operand, do, dv, is_async=True)  # [64, D]
-        ds = weight * (dp - delta)
+        ds = weight * dp
         ds_half = ds.to(dtype)
         ds_operand = gl.convert_layout(ds_half, a_layout)
         if WITH_DQ:
