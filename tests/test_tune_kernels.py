@@ -85,6 +85,26 @@ def test_a_tables_staging_is_used_where_the_output_can_leave_so(v: int, out_dtyp
         assert tuning.forward_config(problem).staging == staging
 
 
+@pytest.mark.parametrize(
+    ("dims", "out_dtype", "ways"),
+    [
+        ((256, 256), None, (3, 1)),
+        ((193, 200), None, (3, 1)),
+        ((256, 256), "float32", (0, 1)),
+        ((256, 252), None, (0, 1)),  # rows of no multiple of 16 bytes
+        ((192, 256), None, (1, 1)),
+        ((192, 128), None, (2, 1)),
+        ((128, 128), None, (1, 2)),
+    ],
+    ids=str,
+)
+def test_how_the_output_leaves(dims: tuple[int, int], out_dtype: str | None, ways: tuple[int, int]) -> None:
+    """Through a buffer of its own where that fits, else in pieces, else through Q's buffer, else from registers."""
+    problem, _ = problem_of(head_dim=dims[0], head_dim_v=dims[1], out_dtype=out_dtype)
+    config = heuristics.forward_config(problem)
+    assert (config.staging, config.q_stages) == ways
+
+
 def test_buckets_of_gluon() -> None:
     kinds = {mask: tuning.bucket(problem_of(mask=mask)[0], "forward") for mask in MASKS}
     found = {mask: b.mask for mask, b in kinds.items() if b is not None}

@@ -37,6 +37,7 @@ class Compiled:
     loads: int  # UTMALDG
     reductions: int  # UTMAREDG
     vector_reductions: int  # REDG of 16 bytes
+    narrow: int  # loads from global memory, and stores to it, of 2 bytes
     serialised: bool  # ptxas gave up on overlapping products
     shared: int  # bytes
 
@@ -86,6 +87,7 @@ def read(kernel: Any, log: str, consumers: int = 2, products: int = 20) -> Compi
         loads=count("UTMALDG"),
         reductions=count("UTMAREDG"),
         vector_reductions=sum("REDG.E.ADD.F32x4" in line for line in code),
+        narrow=sum(bool(re.search(r"\b(LDG|STG)\b.*\.U?16\b", line)) for line in code),
         serialised=bool(re.search(r"C751[245]|serialized", log)),
         shared=kernel.metadata.shared,
     )

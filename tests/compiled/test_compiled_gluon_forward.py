@@ -62,7 +62,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "d128-softcap": ({"dim": 128, "scores": (Softcap(20.0),)}, 48),
     "d128-float32": ({"dim": 128, "out_dtype": "float32"}, 64),  # 48 under Triton 3.6
     "d192-128": ({"dim": 192, "dim_v": 128, "mask": Causal()}, 48),
-    "d256": ({"dim": 256}, 64),
+    "d256": ({"dim": 256}, 48),
+    "d256-causal": ({"dim": 256, "mask": Causal()}, 8),
 }
 TWO_CONSUMERS = ("d64-short", "d64-window")  # of head_dim 64, where three would waste more
 OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
@@ -78,7 +79,8 @@ OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
         "d128-causal": (140, 0),
         "d128-ragged": (148, 0),
         "d192-128": (156, 0),
-        "d256": (72, 0),
+        "d256": (52, 0),
+        "d256-causal": (108, 0),
     },
 }
 

@@ -26,6 +26,15 @@ SETTINGS = {
     "narrow": Setting(200, 30, dim=40),
     "broad": Setting(70, 30, heads=(2, 1), dim=192, dim_v=251),
     "broad-256": Setting(70, 30, dim=256, dim_v=3),
+    "broad-192": Setting(130, 30, batch=2, heads=(3, 1), dim=192, dim_v=129),
+    "one": Setting(63, 1, heads=(3, 3), dim=1),
+    "63": Setting(1, 129, batch=3, heads=(2, 1), dim=63, dim_v=65),
+    "65": Setting(129, 63, batch=2, heads=(3, 1), dim=65, dim_v=72),
+    "72": Setting(129, 63, batch=2, heads=(3, 1), dim=72, dim_v=1),
+    "129": Setting(65, 1, batch=2, heads=(3, 3), dim=129, dim_v=63),
+    "ragged-wide": Setting(dim=128, dim_v=65, ragged=((63, 1, 0, 129), (5, 170, 20, 0)), heads=(3, 1)),
+    "ragged-broad": Setting(dim=129, dim_v=200, ragged=((1, 63, 0, 129, 2), (5, 170, 20, 0, 0)), heads=(3, 1)),
+    "padded-broad": Setting(67, 131, batch=3, dim=256, padded=((67, 0, 33), (3, 9, 131)), heads=(2, 1)),
     "ragged": Setting(dim=64, ragged=((5, 63, 0, 200), (5, 170, 20, 0)), heads=(2, 1)),
     "padded": Setting(67, 131, batch=4, padded=((67, 0, 5, 33), (3, 9, 0, 131)), heads=(2, 1)),
 }
@@ -142,3 +151,36 @@ def test_finish(name: str) -> None:
     for b, h, start, n, tile in _sequences(s, problem):
         (want if s.ragged else want[b])[start : start + n, h] = rows[tile * 64 : tile * 64 + n]
     np.testing.assert_allclose(dq.numpy(), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [(72, 8), (63, 65)])
+def test_strides(dims: tuple[int, int]) -> None:
+    """O and dO need not be contiguous; pieces of 8 elements are taken only where all strides allow it."""
+    s = Setting(70, 30, batch=2, heads=(2, 1), dim=dims[0], dim_v=dims[1])
+    problem, operands, out, lse, do = _call(s)
+    plan = backward_launch.plan_of(problem)
+    found = []
+    for gap in (0, 3, 8):
+        work = torch.zeros((plan.all_tiles + plan.pieces) * 128)
+        apart = [torch.nn.functional.pad(x, (0, gap), value=torch.nan)[..., : s.dim_v] for x in (out, do)]
+        tensors, optional = _tensors(operands, apart[1], apart[0], lse, work, None)
+        backward_launch._prepare(problem, tensors, optional).through_triton(tensors)
+        found.append(work[: plan.all_tiles * 128])
+    assert found[0][plan.all_tiles * 64 :].count_nonzero()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_nan_of_unseen_rows() -> None:
+    """A row whose output is zero, with a finite lse if there is a sink, ignores its dO."""
+    s = Setting(70, 30, heads=(2, 1), dim=64)
+    problem, operands, out, lse, do = _call(s)
+    plan, dlse = backward_launch.plan_of(problem), torch.ones(lse.shape)
+    out[:, 7:9], do[:, 7:9], lse[:, :, 7] = 0, torch.nan, -torch.inf
+    work = torch.zeros((plan.all_tiles + plan.pieces) * 128)
+    tensors, optional = _tensors(operands, do, out, lse, work, dlse)
+    backward_launch._prepare(problem, tensors, optional).through_triton(tensors)
+    rows = work[: plan.all_tiles * 128].view(2, 2, -1)
+    assert (rows[1, :, 7] == 0).all()
+    assert (rows[1, :, 8] == -1).all()
+    assert not rows.isnan().any()

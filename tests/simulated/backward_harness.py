@@ -37,10 +37,9 @@ class Setting:
     padded: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     turns: bool = False
     do_first: bool = False
-    direct: bool = False  # dQ from registers
     down: bool = False  # the last block of queries first
     deterministic: bool = False  # dQ by a kernel of its own
-    together: int = 2  # heads whose tiles take turns; 0 and if ragged: one after another
+    in_turn: int = 2  # heads at the end whose tiles take turns; 0 and if ragged: one after another
 
 
 def tensors(s: Setting, seed: int) -> dict[str, np.ndarray]:
@@ -133,7 +132,7 @@ def simulate(
         **_boxes({"dk": dk, "dv": dv}, {"dk": 64, "dv": 64}, config),
         "lse_desc": Desc(lse_rows, (1, 64)),
         "delta_desc": Desc(delta_rows, (1, 64)),
-        "dq_to": Ptr(dq_pieces.reshape(-1)) if s.direct else Desc(dq_pieces, (32, 128)),
+        "dq_desc": Desc(dq_pieces, (32, 128)),
         "dq_ptr": Ptr(dq_pieces.reshape(-1)),
         "dk_ptr": Ptr(dk.reshape(-1)),
         "dv_ptr": Ptr(dv.reshape(-1)),
@@ -144,14 +143,14 @@ def simulate(
         "batch": sequences, "seqlen_q": q_total, "seqlen_kv": kv_total, "num_heads_kv": heads_kv,
         "left": bounds.left, "right": bounds.right,
         "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv,
-        "together": None if s.ragged else s.together or None,
+        "in_turn": None if s.ragged else min(s.in_turn, sequences * heads_kv) or None,
         "tiles": tiles, "dim": s.dim, "dim_v": p.head_dim_v,
         "scale": np.float32(s.scale), "factor": np.float32(factor), "cap_log2": np.float32(s.softcap * LOG2E),
-        "BM": block_q, "D": width, "GROUP": heads_q // heads_kv * (-1 if s.down else 1), "BUFFERS": 4 if width == 128 else 3,
+        "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 4 if width == 128 else 3,
         "D1": config.d[0], "D2": config.d[1], "V1": config.v[0], "V2": config.v[1],
         "FOREIGN": bool(s.ragged or s.padded),
         "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % block_kv), "SOFTCAP": bool(s.softcap),
-        "TURNS": s.turns, "DO_FIRST": s.do_first, "DIRECT": s.direct, "WITH_DQ": not s.deterministic,
+        "TURNS": s.turns, "DO_FIRST": s.do_first, "DOWN": s.down, "WITH_DQ": not s.deterministic,
     }  # fmt: skip
     module, kernel = (backward_broad, "backward_broad_kernel") if config.broad else (backward, "backward_kernel")
     _launch(module, kernel, programs, args, seed, timeout)

@@ -14,9 +14,8 @@ pytest.importorskip("triton")
 from simulated import gluon_values
 from simulated.gluon_rebind import Rebinder
 
-from kilat.backends.gluon import heuristics
+from kilat.backends.gluon import backward_parts, heuristics
 from kilat.backends.gluon import schedule as schedules
-from kilat.backends.gluon import tiles as kernel_tiles
 from kilat.backends.gluon.schedule import OF_A_TILE, key_blocks, schedule
 from kilat.masks import Causal, Window
 from kilat.masks.affine import affine
@@ -86,19 +85,25 @@ def test_backward_ctas_are_equally_busy(heads: tuple[int, int], seqlen: int) -> 
     bounds, units, tiles = affine(CAUSAL), heads[1] * (16384 // seqlen), seqlen // 128
     assert bounds is not None
     costs = schedules.query_blocks(bounds, 64, 128, seqlen, seqlen) * (heads[0] // heads[1])
-    together = schedules.heads_in_turn(costs, units) or 1
-    assert (together > 1) == (seqlen < 16384)
-    order = in_turns(units, tiles, together)
+    last = schedules.heads_in_turn(costs, units)
+    assert (last is not None) == (seqlen < 16384)
+    order = programs(units, tiles, last)
     assert sorted(order) == [(unit, tile) for unit in range(units) for tile in range(tiles)]
+    assert order[: (units - (last or 0)) * tiles] == sorted(order[: (units - (last or 0)) * tiles])
     _, uneven = schedules.deal([float(costs[tile] + schedules.OF_A_PROGRAM) for _, tile in order], PROCESSORS)
     assert uneven <= 1.035
 
 
-def in_turns(units: int, tiles: int, together: int) -> list[tuple[int, int]]:
+def programs(units: int, tiles: int, in_turn: int | None) -> list[tuple[int, int]]:
     """(unit, tile) of each program, by the kernels' own function."""
-    call = Rebinder({"gl": types.SimpleNamespace(**gluon_values.FUNCTIONS)}, {}).bind(kernel_tiles.unit_and_slot)
-    numbers = [gluon_values.I32(n) for n in (units, tiles, together)]
-    return [tuple(map(int, call(gluon_values.I32(pid), *numbers))) for pid in range(units * tiles)]
+    found: list[tuple[int, int]] = []
+    for pid in range(units * tiles):
+        functions = {**gluon_values.FUNCTIONS, "program_id": lambda axis, pid=pid: gluon_values.I32(pid)}
+        call = Rebinder({"gl": types.SimpleNamespace(**functions)}, {}).bind(backward_parts.take_place)
+        number = None if in_turn is None else gluon_values.I32(in_turn)
+        _, head, tile = map(int, call(gluon_values.I32(1), gluon_values.I32(units), gluon_values.I32(tiles), number))
+        found.append((head, tile))
+    return found
 
 
 def test_backward_heads_follow_one_another_where_tiles_are_equal() -> None:

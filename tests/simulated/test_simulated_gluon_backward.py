@@ -48,18 +48,16 @@ SETTINGS = {
     "do-first": Setting(300, 300, heads=(4, 2), do_first=True),
     "do-first-causal-turns": Setting(300, 200, dim=96, heads=(2, 2), mask=Causal(), turns=True, do_first=True),
     "do-first-one": Setting(1, 1, do_first=True, turns=True),
-    "direct": Setting(300, 200, heads=(4, 2), mask=Causal(), direct=True, turns=True),
-    "direct-unseen": Setting(63, 300, dim=100, mask=Causal(align="top_left"), direct=True),
-    "direct-narrow": Setting(400, 300, heads=(3, 1), dim=64, mask=Causal(), direct=True),
     "down": Setting(300, 400, heads=(4, 2), mask=Causal(), down=True),
     "down-narrow-window": Setting(400, 300, heads=(2, 1), dim=64, mask=Window(100, 20), down=True),
+    "down-broad": Setting(300, 200, dim=192, heads=(4, 2), mask=Causal(), down=True),
     "down-ragged": Setting(ragged=RAGGED, heads=(2, 1), mask=Causal(), down=True),
     "top-left": Setting(70, 130, mask=Causal(align="top_left"), dim=40),
     "window": Setting(400, 300, heads=(4, 2), dim=96, mask=Window(50, 20)),
     "narrow-one": Setting(1, 1, dim=64),
     "narrow": Setting(400, 128, dim=64),
     "narrow-causal": Setting(400, 300, dim=64, heads=(3, 1), mask=Causal()),
-    "one-head-after-another": Setting(300, 300, batch=2, heads=(2, 2), mask=Causal(), together=0),
+    "one-head-after-another": Setting(300, 300, batch=2, heads=(2, 2), mask=Causal(), in_turn=0),
     "narrow-window": Setting(300, 500, dim=33, mask=Window(100, None)),
     "ragged": Setting(ragged=RAGGED, heads=(2, 1), mask=Causal()),
     "ragged-narrow": Setting(ragged=RAGGED, heads=(2, 1), dim=64),
@@ -129,13 +127,15 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         "tma.store_wait(0)"),
     "dq-buffer-reused": (
         WIDE, backward_wide.consume_wide,
-        "tma.store_wait(0)\n                    cta_barrier()", "cta_barrier()"),
+        "tma.store_wait(0)\n                cta_barrier()", "cta_barrier()"),
     "dk-overwrites-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.done, 0)", "pass"),
     "loads-into-used-stage": (
         WIDE, backward_parts.produce, "mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)", "pass"),
     "wrong-bytes": (
         WIDE, backward_parts.produce,
         "mbarrier.expect(do_full, DO_BYTES)", "mbarrier.expect(do_full, DO_BYTES - BM * 4)"),
+    "narrow-dq-buffer-reused": (
+        NARROW, backward_narrow.consume_narrow, "tma.store_wait(0)\n        cta_barrier()", "cta_barrier()"),
     "v-not-awaited": (
         WIDE, backward_parts.produce,
         "mbarrier.expect(do_full, DO_BYTES + 2 * v_desc.block_type.nbytes)", "mbarrier.expect(do_full, DO_BYTES)"),
@@ -143,15 +143,14 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         replace(WIDE, dim=64), backward_narrow.consume_narrow,
         "mbarrier.wait(r.do_full.index(0), 0)\n    v = v_buffer.load(OPERAND)",
         "v = v_buffer.load(OPERAND)\n    mbarrier.wait(r.do_full.index(0), 0)"),
-    "direct-wrong-piece": (
-        replace(WIDE, direct=True), backward_parts.add_dq, "(D // 64) + W).to(gl.int64)", "(D // 64)).to(gl.int64)"),
-    "direct-adds-what-is-nowhere": (
-        Setting(63, 300, mask=Causal(align="top_left"), direct=True), backward_parts.add_dq,
-        "if tile < NOWHERE:", "if tile >= 0:"),
     "garbage-left": (SHORT, backward_parts.clear_rows, "if start + STEP > first:", "if start > first + STEP:"),
     "clears-before-load": (SHORT, backward_parts.load_keys, "mbarrier.wait(r.kv_raw, 0)", "pass"),
     "mask-one-off": (
-        Setting(130, 130, mask=Causal()), backward_parts.hide, "distance <= x.high", "distance < x.high"),
+        Setting(130, 130, mask=Causal()), backward_parts.hide, "query - lane >= first", "query - lane > first"),
+    "mask-one-off-on-the-left": (
+        Setting(300, 300, mask=Window(50, 20)), backward_parts.hide, "lane <= gl.expand_dims", "lane < gl.expand_dims"),
+    "mask-ignores-the-end-of-keys": (
+        Setting(130, 130, batch=2), backward_parts.hide, "gl.where(j < x.kv_len,", "gl.where(j < x.kv_len + 64,"),
     "mask-skipped": (
         Setting(130, 130, mask=Causal()), backward_parts.is_masked,
         "last_key - row > x.high", "last_key - row > x.high + 64"),

@@ -23,9 +23,8 @@ from kilat.backends.gluon.backward_wide import consume_wide
 
 @gluon.jit
 def shared_memory(
-    q_desc, do_desc, k_desc, v_desc, dq_to, lse_desc, delta_desc,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc,
     BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
-    DIRECT: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers; those of dS that the first turns read before there is a dS are cleared.
 
@@ -43,16 +42,13 @@ def shared_memory(
     do_free = phases
     if DO_FIRST:
         do_free = barriers(2, 2)
-    dq = ds
-    if not DIRECT:
-        dq = gl.allocate_shared_memory(gl.float32, [2, 32, 128], dq_to.layout)
     r = Shared(
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], do_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], k_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], v_desc.layout),
         ds,
-        dq,
+        gl.allocate_shared_memory(gl.float32, [2, 32, 128], dq_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2 * ROWS, 1, 64], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2 * ROWS, 1, 64], delta_desc.layout),
         barriers(1, 1).index(0),
@@ -72,39 +68,39 @@ def shared_memory(
 
 
 LENGTHS = (
-    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv together tiles".split()  # noqa: SIM905
+    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv in_turn tiles".split()  # noqa: SIM905
 )
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_to, dk_desc, dv_desc, dk_ptr, dv_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, together, tiles, dim, dim_v, scale, factor, cap_log2,
+    left, right, right_top_left, tiles_kv, in_turn, tiles, dim, dim_v, scale, factor, cap_log2,
     BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
-    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr, DIRECT: gl.constexpr,
+    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr, DOWN: gl.constexpr,
     WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One program for 128 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-        left, right, right_top_left, tiles_kv, together, tiles, BM, BLOCK_KV, GROUP,
+        left, right, right_top_left, tiles_kv, in_turn, tiles, BM, BLOCK_KV, GROUP, DOWN,
     )  # fmt: skip
-    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_to, lse_desc, delta_desc, BM, D, BUFFERS, TURNS, DO_FIRST, DIRECT)
+    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, TURNS, DO_FIRST)
     gl.warp_specialize(
         [
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
-                    dq_to, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
-                    dim, dim_v, 0, GROUP, SOFTCAP, TURNS, DO_FIRST, DIRECT, WITH_DQ, MASKED, FOREIGN,
+                    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
+                    dim, dim_v, 0, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
-                    dq_to, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
-                    dim, dim_v, 1, GROUP, SOFTCAP, TURNS, DO_FIRST, DIRECT, WITH_DQ, MASKED, FOREIGN,
+                    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
+                    dim, dim_v, 1, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (

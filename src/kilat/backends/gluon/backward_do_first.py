@@ -29,14 +29,13 @@ def produce_do_first(
 ):  # fmt: skip
     """As `backward_parts.produce`, where no row lies behind a sequence that is not its own."""
     ROWS: gl.constexpr = BM // 64
-    HEADS: gl.constexpr = GROUP if GROUP > 0 else -GROUP
     V_BYTES: gl.constexpr = 2 * v_desc.block_type.nbytes
     load_keys(k_desc, v_desc, x, r, D, FOREIGN)
     for t in range(x.turns):
         stage = t % 2
         phase = ((t // 2) & 1) ^ 1
         row, tile = row_and_tile(x, t, BM, GROUP)
-        at = [x.q_batch, x.q_start + row, x.head_q + t % HEADS, 0]
+        at = [x.q_batch, x.q_start + row, x.head_q + t % GROUP, 0]
         q, do, first = r.q.index(stage), r.do.index(stage), stage * ROWS
         if t >= 2:  # before that both are free, and S is what the consumers wait for
             mbarrier.wait(r.do_free.index(stage), phase)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Q, K, V, DO, OUT, LSE, WORK, DQ, DK, DV = range(10)
 OPTIONAL = ("dlse", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
 
+TILE = 4096  # elements that a program of `backward_rows` moves at a time
+
 
 @dataclass
 class Plan:
@@ -50,7 +52,6 @@ class Plan:
     programs: int
     ragged: bool
     sums_dq: bool  # by the main kernel, into an accumulator
-    direct: bool  # from registers, not by TMA
     foreign: bool  # behind a sequence may lie what is not its own
     numbers: tuple[Any, ...]  # of the main kernel, in the order of its parameters
     constants: tuple[Any, ...]
@@ -85,22 +86,21 @@ def _make_plan(p: Problem) -> Plan:
     masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
     width = sum(config.d)
-    direct = True
+    chosen = tuning.backward_config(p)
     if config.broad:
-        constants = (*config.d, *config.v, p.group, foreign, bool(cap), sums_dq, masked)
+        constants = (*config.d, *config.v, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
     else:
-        buffers, chosen = 3 if width == 64 else 4, tuning.backward_config(p)
-        direct = chosen.direct
-        phases = (chosen.turns, chosen.do_first, chosen.direct)
-        constants = (block_q, width, buffers, -p.group if chosen.down else p.group, foreign, bool(cap), *phases, sums_dq, masked)
+        buffers = 3 if width == 64 else 4
+        phases = (chosen.turns, chosen.do_first, chosen.down)
+        constants = (block_q, width, buffers, p.group, foreign, bool(cap), *phases, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
-    together: list[int | None] = [None, None]
+    in_turn: list[int | None] = [None, None]
     if not ragged:  # lengths of sequences are not known here
         of_keys = schedule.query_blocks(bounds, block_q, block_kv, p.seqlen_q, p.seqlen_kv) * p.group
         of_queries = schedule.key_blocks(bounds, BLOCK_Q.value, dq_block_kv, p.seqlen_q, p.seqlen_kv)[::-1]
-        together[0] = schedule.heads_in_turn(of_keys, p.num_heads_kv * p.batch)
-        together[1] = schedule.heads_in_turn(of_queries, p.num_heads_q * p.batch) if p.deterministic else None
+        in_turn[0] = schedule.heads_in_turn(of_keys, p.num_heads_kv * p.batch)
+        in_turn[1] = schedule.heads_in_turn(of_queries, p.num_heads_q * p.batch) if p.deterministic else None
     return Plan(
         config=config,
         width=width,
@@ -111,12 +111,11 @@ def _make_plan(p: Problem) -> Plan:
         programs=tiles_kv * p.num_heads_kv * sequences,
         ragged=ragged,
         sums_dq=sums_dq,
-        direct=direct,
         foreign=foreign,
-        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, together[0], tiles, p.head_dim, p.head_dim_v, *factors),
+        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, in_turn[0], tiles, p.head_dim, p.head_dim_v, *factors),
         constants=constants,
         dq_programs=blocks * p.num_heads_q * sequences,
-        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, together[1], tiles, p.head_dim, *factors),
+        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, in_turn[1], tiles, p.head_dim, *factors),
         dq_constants=(block_q, dq_block_kv, *config.d, *config.v, p.group, bool(cap), foreign),
     )
 
@@ -213,6 +212,9 @@ def _strides(x: Tensor, ragged: bool) -> tuple[int, ...]:
 
 def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
     plan, dlse, of_dlse = plan_of(p), optional["dlse"], (0, 0, 0)
+    columns = 1 << (sum(plan.config.v) - 1).bit_length()
+    rows, strides = min(plan.block_q, TILE // columns), [_strides(tensors[n], plan.ragged) for n in (OUT, DO)]
+    piece = 1 if any(n % 8 for n in (p.head_dim_v, *strides[0], *strides[1])) else 8
     if dlse is not None:
         x = tensors[dlse.n]
         of_dlse = (0 if plan.ragged else x.stride(0), x.stride(-1), x.stride(-2))
@@ -223,14 +225,11 @@ def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) 
     arguments = (
         Of(OUT), Of(DO), Of(LSE), dlse, _rows(plan, 0, False), _rows(plan, 1, False), _pieces(plan, False),
         optional["cu_seqlens_q"], optional["seqlens_q"], *gaps, optional["cu_seqlens_kv"], optional["seqlens_kv"],
-        p.seqlen_kv, *(n // unit for n in elements), p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim_v,
-        *_strides(tensors[OUT], plan.ragged), *_strides(tensors[DO], plan.ragged), *of_dlse,
+        p.seqlen_kv, *(n // unit for n in elements), p.batch, p.seqlen_q, p.num_heads_q, plan.tiles,
+        *(n // piece for n in (p.head_dim_v, *strides[0], *strides[1])), *of_dlse,
     )  # fmt: skip
-    grid, constants = (
-        plan.all_tiles // (plan.block_q // 64),
-        (plan.block_q, plan.width, sum(plan.config.v), plan.sums_dq, unit),
-    )
-    return Step(prepare_kernel, grid, arguments, constants, tensors=tensors)
+    constants = (plan.block_q, rows, plan.width, columns, plan.sums_dq, unit, piece)
+    return Step(prepare_kernel, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
 
 
 def _boxes(plan: Plan, tensors: list[Tensor], cut: Sequence[tuple[int, int]]) -> list[Of | None]:
@@ -247,7 +246,7 @@ def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
     # gradients are stored through a descriptor only where TMA can
     stored = _boxes(plan, tensors, [(K, 64), (V, 64)] if plan.foreign else [(DK, 64), (DV, 64)])
     rows, kernel = (_rows(plan, 0, True), _rows(plan, 1, True)), backward_kernel
-    boxes = [*inputs[::2], *rows, _pieces(plan, not plan.direct), *stored[::2]]
+    boxes = [*inputs[::2], *rows, _pieces(plan, True), *stored[::2]]
     if plan.config.broad:
         kernel, boxes = backward_broad_kernel, [*inputs, *rows, *stored, _pieces(plan, False)]
     arguments = (*boxes, Of(DK), Of(DV), *lengths, *plan.numbers)
@@ -256,12 +255,14 @@ def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
 
 def _finish(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -> Step:
     plan = plan_of(p)
+    columns = plan.width & -plan.width
+    rows, piece = min(plan.block_q, TILE // columns), 1 if p.head_dim % 8 else 8
     arguments = (
         _pieces(plan, False), Of(DQ), optional["cu_seqlens_q"], optional["seqlens_q"],
-        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim, p.scale,
+        p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim // piece, p.scale,
     )  # fmt: skip
-    grid = plan.all_tiles // (plan.block_q // 64)
-    return Step(finish_kernel, grid, arguments, (plan.block_q, plan.width), tensors=tensors)
+    constants = (plan.block_q, rows, plan.width, columns, piece)
+    return Step(finish_kernel, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
 
 
 def _dq(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:

@@ -67,9 +67,9 @@ def dq_products(r, t, W: gl.constexpr):
 
 @gluon.jit
 def turn(
-    t, p, weight, dp, dk, dv, k, v, dq_to, x, r, factor, cap_log2,
-    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, DIRECT: gl.constexpr, WITH_DQ: gl.constexpr,
-    MASKED: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """One turn: dV, dS, dK of its two blocks, dQ of the turn before, S and dP one block ahead."""
     dtype: gl.constexpr = r.k.dtype
@@ -100,13 +100,11 @@ def turn(
     # Complete long ago: these waits end the basic block, so that ptxas leaves the exponentials under the products.
     mbarrier.wait(r.q_full.index(stage), phase)
     if HAS_DQ:
-        if not DIRECT:
-            tma.store_wait(0)
+        tma.store_wait(0)
         dk, dq = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
-        if not DIRECT:
-            cta_barrier()
+        cta_barrier()
         _, tile = row_and_tile(x, t - 1, BM, GROUP)
-        add_dq(dq, dq_to, r.dq.index(W), tile + W, 0, D, DIRECT)
+        add_dq(dq, dq_desc, r.dq.index(W), tile + W)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
     else:
         dk, dp = warpgroup_mma_wait(0, deps=[dk_next, dp_next])
@@ -145,9 +143,9 @@ def turn(
 
 @gluon.jit
 def consume_narrow(
-    dq_to, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
+    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
     W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
-    DIRECT: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
+    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and one of the two 64-row blocks of every turn's dQ."""
     dk = gl.zeros([64, D], gl.float32, S_LAYOUT)
@@ -170,33 +168,35 @@ def consume_narrow(
         mbarrier.arrive(r.go, count=1)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
     p, weight, dp, dk, dv = turn(
-        0, p, weight, dp, dk, dv, k, v, dq_to, x, r, factor, cap_log2, W, GROUP, SOFTCAP, DIRECT, WITH_DQ, MASKED, True, False
+        0, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2, W, GROUP, SOFTCAP, WITH_DQ, MASKED, True, False
     )
     for t in range(1, x.turns - 1):
         p, weight, dp, dk, dv = turn(
-            t, p, weight, dp, dk, dv, k, v, dq_to, x, r, factor, cap_log2,
-            W, GROUP, SOFTCAP, DIRECT, WITH_DQ, MASKED, False, False,
+            t, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
+            W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, False,
         )  # fmt: skip
     last = x.turns - 1
     if last > 0:
         p, weight, dp, dk, dv = turn(
-            last, p, weight, dp, dk, dv, k, v, dq_to, x, r, factor, cap_log2,
-            W, GROUP, SOFTCAP, DIRECT, WITH_DQ, MASKED, False, True,
+            last, p, weight, dp, dk, dv, k, v, dq_desc, x, r, factor, cap_log2,
+            W, GROUP, SOFTCAP, WITH_DQ, MASKED, False, True,
         )  # fmt: skip
-    if WITH_DQ:
-        mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
-        dq = warpgroup_mma_wait(0, deps=[dq_products(r, last, W)])
-        if not DIRECT:
-            tma.store_wait(0)
-            cta_barrier()
-        _, tile = row_and_tile(x, last, BM, GROUP)
-        add_dq(dq, dq_to, r.dq.index(W), tile + W, 0, D, DIRECT)
-    mbarrier.arrive(r.done, count=1)
-    mbarrier.wait(r.done, 0)
     is_seen = x.tile < NOWHERE  # keys that no query sees may hold NaN
     at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
-    dk = gl.where(is_seen, dk * scale, 0.0)
+    # dV leaves while the last dQ is under way: its half of V is nobody else's.
+    if WITH_DQ:
+        mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
+        dq_next = dq_products(r, last, W)
+        tma.store_wait(0)
+        cta_barrier()
     dv = gl.where(is_seen, dv, 0.0)
-    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D, FOREIGN)
     store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
+    if WITH_DQ:
+        dq = warpgroup_mma_wait(0, deps=[dq_next])
+        _, tile = row_and_tile(x, last, BM, GROUP)
+        add_dq(dq, dq_desc, r.dq.index(W), tile + W)
+    mbarrier.arrive(r.done, count=1)
+    mbarrier.wait(r.done, 0)
+    dk = gl.where(is_seen, dk * scale, 0.0)
+    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D, FOREIGN)
     tma.store_wait(0)

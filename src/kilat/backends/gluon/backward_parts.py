@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
-from kilat.backends.gluon.tiles import unit_and_slot
 
 BLOCK_KV = gl.constexpr(128)  # below head_dim 129
 FAR = gl.constexpr(2**30)  # as in kilat.masks.core
@@ -35,15 +34,16 @@ class Place:
     key: gl.tensor  # first key of the program, inside the sequence
     low: gl.tensor  # key j is visible to query i iff low <= j - i <= high
     high: gl.tensor
-    first: gl.tensor  # first block of queries that sees a key
+    first: gl.tensor  # block of queries of the first turn: the first that sees a key, with DOWN the last
     turns: gl.tensor  # blocks times query heads, or one turn outside of every tensor if no query sees these keys
     tile: gl.tensor  # of 64 rows: where lse, delta and dQ of the first head's sequence begin
     tiles: gl.tensor  # from one query head to the next
+    down: gl.constexpr  # blocks of queries from the last to the first
 
     @gluon.constexpr_function
     def __init__(
         self, sequence, q_batch, q_start, kv_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
-        turns, tile, tiles,
+        turns, tile, tiles, down,
     ):  # fmt: skip
         self.sequence = sequence
         self.q_batch = q_batch
@@ -61,6 +61,7 @@ class Place:
         self.turns = turns
         self.tile = tile
         self.tiles = tiles
+        self.down = gl.constexpr(down)
 
 
 @aggregate
@@ -162,36 +163,38 @@ def band(q_len, kv_len, left, right, right_top_left):
 
 
 @gluon.jit
-def take_place(batch, heads, tiles, together):
-    """(sequence, head, tile) of this program: one head after another, or (not if ragged) `together` by turns."""
+def take_place(batch, heads, tiles, in_turn):
+    """(sequence, head, tile) of this program: one head after another, the last `in_turn` (not if ragged) by turns."""
     pid = gl.program_id(0)
-    if together is None:  # spelt so that it takes the fewest registers
-        tile = pid % tiles
-        head = (pid // tiles) % heads
-        sequence = pid // tiles // heads
-    else:
-        unit, tile = unit_and_slot(pid, batch * heads, tiles, together)
-        sequence = unit // heads
-        head = unit - sequence * heads
-    return sequence, head, tile
+    tile = pid % tiles
+    unit = pid // tiles  # head of a sequence
+    if in_turn is not None:
+        rest = pid - (batch * heads - in_turn) * tiles
+        if rest >= 0:
+            tile = rest // in_turn
+            unit = batch * heads - in_turn + rest - tile * in_turn
+    return unit // heads, unit % heads, tile
 
 
 @gluon.jit
 def place_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, together, tiles,
-    BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr,
+    left, right, right_top_left, tiles_kv, in_turn, tiles,
+    BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
-    """Where the program with this id works: the first keys first, which most queries see; see `take_place`."""
-    HEADS: gl.constexpr = GROUP if GROUP > 0 else -GROUP
-    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, together)
+    """Where the program with this id works: the first keys first, which most queries see; see `take_place`.
+
+    DOWN: blocks of queries from the last to the first. Under a causal mask programs that start together then read the
+    same queries, and add to the same dQ, at the same time, so that these stay in the L2 cache.
+    """
+    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, in_turn)
     if offsets_kv is not None:
         sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
         tile_kv -= gl.load(offsets_kv + sequence) // BLOCK_KV + sequence
         tile = (gl.load(offsets_q + sequence) // BM + sequence) * (BM // 64)
         in_batch = sequence * 0
     else:
-        tile = sequence * num_heads_kv * HEADS * tiles
+        tile = sequence * num_heads_kv * GROUP * tiles
         in_batch = sequence
     q_start, q_len = span(offsets_q, lengths_q, sequence, seqlen_q)
     kv_start, kv_len = span(offsets_kv, lengths_kv, sequence, seqlen_kv)
@@ -200,10 +203,10 @@ def place_of(
     last_key = gl.minimum(key + BLOCK_KV, kv_len) - 1
     first_row = gl.maximum(key - high, 0)
     last_row = gl.minimum(last_key - low, q_len - 1)
-    head_q = head_kv * HEADS
+    head_q = head_kv * GROUP
     first = first_row // BM
-    turns = (last_row // BM + 1 - first) * HEADS
-    if GROUP < 0:
+    turns = (last_row // BM + 1 - first) * GROUP
+    if DOWN:
         first = last_row // BM
     tile += head_q * tiles
     if (last_key < key) | (last_row < first_row):
@@ -213,7 +216,7 @@ def place_of(
         tile = NOWHERE + tile * 0
     return Place(
         sequence, in_batch, q_start, in_batch, kv_start, q_len, kv_len, head_kv, head_q, key, low, high, first,
-        turns, tile, tiles,
+        turns, tile, tiles, DOWN,
     )  # fmt: skip
 
 
@@ -232,10 +235,12 @@ def hide(p, x, kv_full, row, W: gl.constexpr, layout: gl.constexpr):
     otherwise become selects that every block pays for.
     """
     mbarrier.wait(kv_full, 0)
-    i = row + gl.arange(0, 64, gl.SliceLayout(0, layout))
+    query = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    lane = query & 6  # to the key's side of the comparisons, which leaves constants; see `forward_parts.hide`
     j = x.key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    distance = gl.expand_dims(j, 1) - gl.expand_dims(i, 0)
-    seen = (distance >= x.low) & (distance <= x.high) & gl.expand_dims(j < x.kv_len, 1)
+    last = gl.where(j < x.kv_len, gl.maximum(j - row - x.low, -1), -1)
+    first = gl.expand_dims(j - row - x.high, 1) - lane
+    seen = (query - lane >= first) & (query - lane <= gl.expand_dims(last, 1) - lane)
     return gl.where(seen, p, 0.0)
 
 
@@ -263,33 +268,17 @@ def fragment_order(x):
 
 
 @gluon.jit
-def add_dq(dq, to, buffer, tile, W: gl.constexpr, D: gl.constexpr, DIRECT: gl.constexpr):
-    """Add a [64, 64] piece of dQ, number W of those of tile `tile` of the accumulator, which is D wide.
-
-    DIRECT: from registers, 16 bytes a thread at a time, `to` being the accumulator; otherwise by TMA through `buffer`,
-    `to` being its descriptor. A tile that is NOWHERE is not added.
-    """
-    if DIRECT:
-        pieces = fragment_order(dq)
-        layout: gl.constexpr = pieces.type.layout
-        i = gl.arange(0, 32, gl.SliceLayout(1, layout))
-        j = gl.arange(0, 128, gl.SliceLayout(0, layout))
-        first = (tile * (D // 64) + W).to(gl.int64) * 4096
-        if tile < NOWHERE:  # a mask would make the compiler add 4 bytes at a time
-            gl.atomic_add(to + first + (gl.expand_dims(i * 128, 1) + gl.expand_dims(j, 0)), pieces, sem="relaxed")
-    else:
-        buffer.store(fragment_order(dq))
-        fence_async_shared()
-        async_reduce_add(to, [(tile * (D // 64) + W) * 32, 0], buffer)
+def add_dq(dq, dq_desc, buffer, piece):
+    """Add a [64, 64] piece of dQ to piece number `piece` of the accumulator, by TMA."""
+    buffer.store(fragment_order(dq))
+    fence_async_shared()
+    async_reduce_add(dq_desc, [piece * 32, 0], buffer)
 
 
 @gluon.jit
 def row_and_tile(x, t, BM: gl.constexpr, GROUP: gl.constexpr):
-    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block of queries."""
-    if GROUP < 0:
-        block = x.first - t // -GROUP
-        return block * BM, x.tile + (t % -GROUP) * x.tiles + block * (BM // 64)
-    block = x.first + t // GROUP
+    """(first query, tile of 64 rows) of turn t: all query heads of the group, then the next block or the last."""
+    block = x.first - t // GROUP if x.down else x.first + t // GROUP
     return block * BM, x.tile + (t % GROUP) * x.tiles + block * (BM // 64)
 
 
@@ -346,14 +335,13 @@ def produce(
     What S waits for comes first. Unless FOREIGN, V comes with the first dO.
     """
     ROWS: gl.constexpr = BM // 64
-    HEADS: gl.constexpr = GROUP if GROUP > 0 else -GROUP
     DO_BYTES: gl.constexpr = do_desc.block_type.nbytes + BM * 4
     load_keys(k_desc, v_desc, x, r, D, FOREIGN)
     shorts = 0
     for t in range(x.turns):
         stage = t % 2
         row, tile = row_and_tile(x, t, BM, GROUP)
-        at = [x.q_batch, x.q_start + row, x.head_q + t % HEADS, 0]
+        at = [x.q_batch, x.q_start + row, x.head_q + t % GROUP, 0]
         q_full = r.q_full.index(stage)
         do_full = r.do_full.index(stage)
         is_short = FOREIGN & (row < x.q_len) & (row + BM > x.q_len)

@@ -15,20 +15,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr):
-    """(sequence, head, first token, length, first row in it, first tile) of this program's BLOCK rows.
+def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(sequence, head, first token, length, first row in it, first row in the tiles) of this program's ROWS rows.
 
+    Heads are innermost, so that programs of one time touch whole tokens, and the last rows come first; see docs/lab.
     Sequence b of a ragged batch starts at block offsets[b] // BLOCK + b of its head, see `backward_parts.sequence_of`.
     """
-    blocks = tiles // (BLOCK // 64)
-    pid = tl.program_id(0)
-    block = pid % blocks
-    head = (pid // blocks) % heads
-    sequence = pid // blocks // heads
-    tile = pid * (BLOCK // 64)
+    parts = tiles * 64 // ROWS
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = number % heads
+    sequence = number // heads // parts
+    row = (number // heads - sequence * parts) * ROWS
+    place = (sequence * heads + head).to(tl.int64) * tiles * 64 + row
     start = sequence * 0
     length = seqlen
     if offsets is not None:
+        block = row // BLOCK
         low = sequence * 0
         high = low + batch
         while high - low > 1:
@@ -37,15 +39,13 @@ def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr):
                 low = middle
             else:
                 high = middle
-        sequence = low
-        begin = tl.load(offsets + sequence)
-        block -= begin // BLOCK + sequence
+        begin = tl.load(offsets + low)
+        row -= (begin // BLOCK + low) * BLOCK
         start = tl.minimum(tl.maximum(begin, 0), seqlen)
-        length = tl.minimum(tl.maximum(tl.load(offsets + sequence + 1), start), seqlen) - start
-        sequence = sequence * 0
+        length = tl.minimum(tl.maximum(tl.load(offsets + low + 1), start), seqlen) - start
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), seqlen)
-    return sequence, head, start, length, block * BLOCK, tile
+    return sequence, head, start, length, row, place
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def clear_tokens(x_ptr, first, end, units, share, shares, UNIT: tl.constexpr):
     BLOCK: tl.constexpr = 1024
     base = x_ptr + first.to(tl.int64) * units * UNIT
     count = (end - first).to(tl.int64) * units * UNIT
-    for at in range(share.to(tl.int64) * BLOCK, count, shares * BLOCK):
+    for at in range(share.to(tl.int64) * BLOCK, count, shares.to(tl.int64) * BLOCK):
         i = at + tl.arange(0, BLOCK)
         tl.store(base + i, tl.zeros([BLOCK], x_ptr.dtype.element_ty), mask=i < count)
 
@@ -78,50 +78,56 @@ def clear_gaps(x_ptr, offsets, lengths, sequence, batch, seqlen, units, share, s
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "seqlen", "seqlen_kv", "heads", "tiles", "dim_v", "dlse_b", "dlse_n", "dlse_h",
-        "q_units", "k_units", "v_units",
+        "batch", "seqlen", "seqlen_kv", "heads", "tiles", "v_pieces", "dlse_b", "dlse_n", "dlse_h",
+        "q_units", "k_units", "v_units", "o_b", "o_n", "o_h", "do_b", "do_n", "do_h",
     ]
 )  # fmt: skip
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_tiles, delta_tiles, dq_pieces, offsets, lengths,
     dq_ptr, dk_ptr, dv_ptr, offsets_kv, lengths_kv, seqlen_kv, q_units, k_units, v_units,
-    batch, seqlen, heads, tiles, dim_v, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_n, dlse_h,
-    BLOCK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WITH_DQ: tl.constexpr, UNIT: tl.constexpr,
+    batch, seqlen, heads, tiles, v_pieces, o_b, o_n, o_h, do_b, do_n, do_h, dlse_b, dlse_n, dlse_h,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WITH_DQ: tl.constexpr,
+    UNIT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dlse and lse in log2 units, padded to whole tiles; dQ's accumulator cleared.
 
     Rows that see nothing, and rows past the end, get lse = +inf, which makes every P = exp2(score - lse) zero.
     Of those of dq, dk and dv that are not None, the tokens that no sequence owns are cleared; see `clear_gaps`.
+    A row of O is `v_pieces` times PIECE elements, C at most; strides of O and dO count pieces, and loads take one each.
     """
-    sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
-    i = first + tl.arange(0, BLOCK)
+    sequence, head, start, length, first, place = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK, ROWS)
+    i = first + tl.arange(0, ROWS)
     there = i < length
     row = (start + i).to(tl.int64)
     b = sequence.to(tl.int64)
     h = head.to(tl.int64)
-    delta = tl.zeros([BLOCK], tl.float32)
-    STEP: tl.constexpr = 8192 // BLOCK if V <= 128 else 64  # 128 spills where rows are no multiple of 32 bytes
-    for first_column in tl.static_range(0, V, STEP):
-        c = first_column + tl.arange(0, STEP)
-        inside = there[:, None] & (c < dim_v)[None, :]
-        o = tl.load(o_ptr + b * o_b + h * o_h + row[:, None] * o_n + c[None, :], mask=inside, other=0.0)
-        do = tl.load(do_ptr + b * do_b + h * do_h + row[:, None] * do_n + c[None, :], mask=inside, other=0.0)
-        product = o.to(tl.float32) * do.to(tl.float32)
-        delta += tl.sum(tl.where(o == 0, 0.0, product), 1)  # a row that sees nothing ignores its dO, NaN included
+    lse = tl.load(lse_ptr + (b * heads + h) * seqlen + row, mask=there, other=float("-inf"))
+    c = tl.arange(0, C)
+    inside = there[:, None] & (c < v_pieces * PIECE)[None, :]
+    o = tl.load(
+        o_ptr + (b * o_b + h * o_h) * PIECE + row[:, None] * o_n * PIECE + c[None, :],  # [ROWS, C], needed only here
+        mask=inside, other=0.0, eviction_policy="evict_first",
+    )  # fmt: skip
+    do = tl.load(
+        do_ptr + (b * do_b + h * do_h) * PIECE + row[:, None] * do_n * PIECE + c[None, :],  # [ROWS, C]
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    if WITH_DQ:  # while the loads are under way; any part will do
+        number = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+        pieces = dq_pieces + number * ROWS * D
+        for column in tl.static_range(0, D, 64):
+            zeros = tl.zeros([ROWS * 64], tl.float32)
+            tl.store(pieces + ROWS * column + tl.arange(0, ROWS * 64), zeros, eviction_policy="evict_last")
+    o = o.to(tl.float32)
+    delta = tl.sum(o * tl.where(o == 0, 0.0, do.to(tl.float32)), 1)  # [ROWS]; what sees nothing ignores a NaN in dO
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + b * dlse_b + h * dlse_h + row * dlse_n, mask=there, other=0.0)
-    lse_row = (b * heads + head) * seqlen
-    lse = tl.load(lse_ptr + lse_row + row, mask=there, other=float("-inf"))
     seen = lse > float("-inf")
-    at = tile.to(tl.int64) * 64 + tl.arange(0, BLOCK)
+    at = place + tl.arange(0, ROWS)
     tl.store(lse_tiles + at, tl.where(seen, lse * LOG2E, float("inf")))
     tl.store(delta_tiles + at, tl.where(seen, delta, 0.0))
-    if WITH_DQ:
-        piece = dq_pieces + tile.to(tl.int64) * 64 * D
-        for column in tl.static_range(0, D, 64):
-            tl.store(piece + BLOCK * column + tl.arange(0, BLOCK * 64), tl.zeros([BLOCK * 64], tl.float32))
-    shares = tiles // (BLOCK // 64) * heads
-    share = tl.program_id(0) - sequence * shares
+    shares = tiles * 64 // ROWS * heads
+    share = tl.program_id(0) % shares
     if dq_ptr is not None:
         clear_gaps(dq_ptr, offsets, lengths, sequence, batch, seqlen, q_units, share, shares, UNIT)
     if dk_ptr is not None:
@@ -130,23 +136,31 @@ def prepare_kernel(
         clear_gaps(dv_ptr, offsets_kv, lengths_kv, sequence, batch, seqlen_kv, v_units, share, shares, UNIT)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "heads", "tiles", "dim_pieces"])
 def finish_kernel(
-    dq_pieces, dq_ptr, offsets, lengths, batch, seqlen, heads, tiles, dim, scale, BLOCK: tl.constexpr, D: tl.constexpr
-):
-    """dQ = scale * accumulator, out of fragment order, in the type and layout [.., seqlen, heads, dim] of q."""
-    sequence, head, start, length, first, tile = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK)
+    dq_pieces, dq_ptr, offsets, lengths, batch, seqlen, heads, tiles, dim_pieces, scale,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale * accumulator, out of fragment order, in the type and layout [.., seqlen, heads, dim] of q.
+
+    dim is `dim_pieces` times PIECE; C columns at a time.
+    """
+    sequence, head, start, length, first, place = rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK, ROWS)
     if first < length:
-        STEP: tl.constexpr = D if D <= 128 else 64
-        pieces = dq_pieces + tile.to(tl.int64) * 64 * D + tl.arange(0, BLOCK // 64)[:, None] * (64 * D)
-        i = first + tl.arange(0, BLOCK)
+        T: tl.constexpr = ROWS // 64 if ROWS > 64 else 1
+        W: tl.constexpr = ROWS // T // 16
+        dim = dim_pieces * PIECE
+        t = tl.arange(0, T)[:, None, None] * (64 * D)
+        w = tl.arange(0, C // 64)[None, :, None] * 4096
+        pieces = dq_pieces + place // 64 * 64 * D + place % 64 * 64 + t + w + tl.arange(0, W * 1024)[None, None, :]
+        i = first + tl.arange(0, ROWS)
         row = (sequence.to(tl.int64) * seqlen + start + i) * heads + head
-        for first_column in tl.static_range(0, D, STEP):
-            x = tl.load(pieces + (64 * first_column + tl.arange(0, 64 * STEP)[None, :]))
-            # (tile, 64 columns), (warp, 8 columns), row, lane, half, pair
-            x = tl.reshape(x, [BLOCK // 64, STEP // 64, 4, 8, 8, 4, 2, 2])
+        for first_column in tl.static_range(0, D, C):
+            x = tl.load(pieces + 64 * first_column)  # [T, C / 64, 64 W * 16]
+            # tile, 64 columns, warp, 8 columns, row, lane, half, pair
+            x = tl.reshape(x, [T, C // 64, W, 8, 8, 4, 2, 2])
             x = tl.permute(x, (0, 2, 6, 4, 1, 3, 5, 7))
-            x = tl.reshape(x, [BLOCK, STEP])
-            c = first_column + tl.arange(0, STEP)
+            x = tl.reshape(x, [ROWS, C])
+            c = first_column + tl.arange(0, C)
             inside = (i < length)[:, None] & (c < dim)[None, :]
             tl.store(dq_ptr + row[:, None] * dim + c[None, :], (x * scale).to(dq_ptr.dtype.element_ty), mask=inside)

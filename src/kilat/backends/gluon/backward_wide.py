@@ -51,9 +51,9 @@ def dq_products(r, slot, W: gl.constexpr):
 
 @gluon.jit
 def consume_wide(
-    dq_to, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
+    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
     W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
-    DIRECT: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
+    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of every turn's dQ."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -90,13 +90,12 @@ def consume_wide(
         s_next = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, BM]
         if WITH_DQ:
             dq, dk = warpgroup_mma_wait(1, deps=[dq_next, dk_next])
-            if not DIRECT:
-                tma.store_wait(0)
+            tma.store_wait(0)
             if t > 0:
                 mbarrier.arrive(r.free.index(before), count=1)
             if t >= LAG:
                 _, tile = row_and_tile(x, t - LAG, BM, GROUP)
-                add_dq(dq, dq_to, r.dq.index(W), tile, W, D, DIRECT)
+                add_dq(dq, dq_desc, r.dq.index(W), tile * 2 + W)
         else:
             dk = warpgroup_mma_wait(1, deps=[dk_next])
             if t > 0:
@@ -146,11 +145,10 @@ def consume_wide(
             if t >= 0:
                 mbarrier.wait(r.ds_full.index(t % BUFFERS), (t // BUFFERS) & 1)
                 dq = warpgroup_mma_wait(0, deps=[dq_products(r, t % BUFFERS, W)])
-                if not DIRECT:
-                    tma.store_wait(0)
-                    cta_barrier()
+                tma.store_wait(0)
+                cta_barrier()
                 _, tile = row_and_tile(x, t, BM, GROUP)
-                add_dq(dq, dq_to, r.dq.index(W), tile, W, D, DIRECT)
+                add_dq(dq, dq_desc, r.dq.index(W), tile * 2 + W)
     dk = warpgroup_mma_wait(0, deps=[dk_next])
     mbarrier.arrive(r.done, count=1)
     mbarrier.wait(r.done, 0)

@@ -63,7 +63,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     def of(staging: int, q_stages: int) -> ForwardConfig:
         return ForwardConfig(d, v, consumers, block_kv, staging, q_stages, turns=narrow)
 
-    configs = (of(*ways) for ways in ((1, 2), (1, 1), (2, 1), (0, 2)))
+    configs = (of(*ways) for ways in ((1, 2), (1, 1), (3, 1), (2, 1), (0, 2)))
     good = (config for config in configs if can_leave(problem, config) and config.shared_bytes <= MAX_SHARED)
     return next(good, of(0, 1))
 
