@@ -35,7 +35,8 @@ from kilat.backends.gluon.backward_parts import (
 BM = gl.constexpr(64)
 D = gl.constexpr(128)
 LAG = gl.constexpr(2)
-BUFFERS = gl.constexpr(4)  # of dS: a warpgroup may be LAG turns ahead of one that is LAG turns behind with its dQ
+STAGES = gl.constexpr(3)  # of Q, which is read for the last time when dK of its turn is done, well into the next one
+BUFFERS = gl.constexpr(3)  # of dS: who stores that of turn t knows that both dQ of turn t - LAG - 1 are done (`turn`)
 
 
 @gluon.jit
@@ -51,11 +52,14 @@ def dq_products(r, slot, W: gl.constexpr):
 
 @gluon.jit
 def turn(
-    t, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
-    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
-    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, AGE: gl.constexpr,
+    t, third, parity, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, WITH_DQ: gl.constexpr,
+    MASKED: gl.constexpr, AGE: gl.constexpr,
 ):  # fmt: skip
-    """Turn t: AGE = min(t, LAG) says which products of earlier turns there are."""
+    """Turn t: AGE = min(t, LAG) says which products of earlier turns there are; third is t % 3, parity t // 3 % 2.
+
+    These two are counted, since a division of every turn's number takes registers that are not there.
+    """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
@@ -64,19 +68,19 @@ def turn(
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     k = r.k.index(W).reshape([64, D])
     v = r.v.index(W).reshape([64, D])
+    after = gl.where(third == 2, 0, third + 1)  # (t + 1) % 3, which is (t - LAG) % 3
     stage = t % 2
     phase = (t // 2) & 1
     row, _ = row_and_tile(x, t, BM, GROUP)
-    q = r.q.index(stage).reshape([BM, D])
+    q = r.q.index(third).reshape([BM, D])
     do = r.do.index(stage).reshape([BM, D])
     if AGE > 0:
-        before = (t - 1) % 2
+        before = gl.where(third == 0, 2, third - 1)
         dk_next = warpgroup_mma(ds_operand, r.q.index(before).reshape([BM, D]), dk, is_async=True)  # [64, D]
     if HAS_DQ:
-        late = (t - LAG) % BUFFERS
-        mbarrier.wait(r.ds_full.index(late), ((t - LAG) // BUFFERS) & 1)
-        dq_next = dq_products(r, late, W)  # [BM, D / 2]
-    mbarrier.wait(r.q_full.index(stage), phase)
+        mbarrier.wait(r.ds_full.index(after), gl.where(third < LAG, parity ^ 1, parity))
+        dq_next = dq_products(r, after, W)  # [BM, D / 2]
+    mbarrier.wait(r.q_full.index(third), parity)
     s_next = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, BM]
     if HAS_DQ:
         dq, dk = warpgroup_mma_wait(1, deps=[dq_next, dk_next])
@@ -92,12 +96,11 @@ def turn(
     delta = r.delta.index(stage).load(s_layout)
     # dP - delta: where delta is subtracted at the end, P, dP and delta need 16 registers that are not there.
     dp_next = warpgroup_mma(v, do.permute((1, 0)), zero - delta, is_async=True)  # [64, BM]
-    lse = r.lse.index(stage).load(s_layout)
-    if TURNS:
-        if W == 1:
-            mbarrier.wait(r.turn.index(0), t & 1)
-        elif AGE > 0:
-            mbarrier.wait(r.turn.index(1), (t - 1) & 1)
+    lse = r.lse.index(third).load(s_layout)
+    if W == 1:
+        mbarrier.wait(r.turn.index(0), t & 1)
+    elif AGE > 0:
+        mbarrier.wait(r.turn.index(1), (t - 1) & 1)
     s = warpgroup_mma_wait(1, deps=[s_next])
     p, slope = probabilities(s, lse, factor, cap_log2, SOFTCAP)
     if MASKED:  # noqa: SIM102 (a constant, and then a number of the program)
@@ -105,8 +108,6 @@ def turn(
             p = hide(p, x, r.kv_full, row, W, s_layout)
     weight = p * slope  # p itself is not needed any more, which saves 32 registers with a softcap
     p_operand = gl.convert_layout(p.to(dtype), a_layout)
-    if W == 0 and not TURNS and AGE == 0:
-        mbarrier.arrive(r.go, count=1)
     # Always complete by now: it ends the basic block, so that ptxas leaves the exponentials under the product dP.
     mbarrier.wait(r.do_full.index(stage), phase)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
@@ -115,23 +116,19 @@ def turn(
     ds_half = ds.to(dtype)
     ds_operand = gl.convert_layout(ds_half, a_layout)
     if WITH_DQ:
-        slot = t % BUFFERS
-        r.ds.index(slot * 2 + W).store(ds_half)
+        r.ds.index(third * 2 + W).store(ds_half)
         fence_async_shared()
-        mbarrier.arrive(r.ds_full.index(slot), count=1)
-    if TURNS:
-        mbarrier.arrive(r.turn.index(W), count=1)
+        mbarrier.arrive(r.ds_full.index(third), count=1)
+    mbarrier.arrive(r.turn.index(W), count=1)
     dv = warpgroup_mma_wait(0, deps=[dv_next])
-    if DO_FIRST:
-        mbarrier.arrive(r.do_free.index(stage), count=1)
     return ds_operand, dk, dv
 
 
 @gluon.jit
 def consume_wide(
     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
-    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
-    WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, WITH_DQ: gl.constexpr,
+    MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of every turn's dQ."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -141,24 +138,26 @@ def consume_wide(
     ds_operand = gl.zeros([64, BM], r.k.dtype, a_layout)
     gl.assume(x.turns > 0)
     mbarrier.wait(r.kv_full, 0)
-    if W == 1 and not TURNS:
-        mbarrier.wait(r.go, 0)
     ds_operand, dk, dv = turn(
-        0, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
-        W, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, 0,
+        0, 0, 0, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
+        W, GROUP, SOFTCAP, WITH_DQ, MASKED, 0,
     )  # fmt: skip
     if x.turns > 1:
         ds_operand, dk, dv = turn(
-            1, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
-            W, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, 1,
+            1, 1, 0, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
+            W, GROUP, SOFTCAP, WITH_DQ, MASKED, 1,
         )  # fmt: skip
+    third = x.turns * 0 + LAG
+    parity = x.turns * 0
     for t in range(LAG, x.turns):
         ds_operand, dk, dv = turn(
-            t, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
-            W, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, LAG,
+            t, third, parity, ds_operand, dk, dv, dq_desc, x, r, factor, cap_log2,
+            W, GROUP, SOFTCAP, WITH_DQ, MASKED, LAG,
         )  # fmt: skip
+        parity = gl.where(third == 2, parity ^ 1, parity)
+        third = gl.where(third == 2, 0, third + 1)
     last = x.turns - 1
-    dk_next = warpgroup_mma(ds_operand, r.q.index(last % 2).reshape([BM, D]), dk, is_async=True)  # [64, D]
+    dk_next = warpgroup_mma(ds_operand, r.q.index(last % STAGES).reshape([BM, D]), dk, is_async=True)  # [64, D]
     at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
     is_seen = x.tile < NOWHERE  # keys that no query sees may hold NaN
     dv = gl.where(is_seen, dv, 0.0)
