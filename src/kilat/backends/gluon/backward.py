@@ -26,7 +26,7 @@ def shared_memory(
     q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc,
     BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Buffers and barriers; those of dS that the first turns read before there is a dS are cleared.
+    """Buffers and barriers.
 
     A barrier that nobody waits for is not made: Triton would put something else into its place while it still is one.
     """
@@ -34,14 +34,13 @@ def shared_memory(
     ROWS: gl.constexpr = BM // 64
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     ds = gl.allocate_shared_memory(dtype, [BUFFERS * 2 * ROWS, 64, 64], ds_layout)
-    if ROWS == 1:
-        zero = gl.zeros([64, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-        for i in gl.static_range(BUFFERS, BUFFERS * 2):
-            ds.index(i).store(zero)
     phases = barriers(1, 2 if TURNS else 1)  # of the warpgroups' elementwise parts
     do_free = phases
     if DO_FIRST:
         do_free = barriers(2, 2)
+    done = phases.index(0)
+    if D == 64:
+        done = barriers(2, 1).index(0)
     r = Shared(
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], do_desc.layout),
@@ -59,7 +58,7 @@ def shared_memory(
         barriers(2, 2),
         do_free,
         barriers(2, BUFFERS),
-        barriers(2, 1).index(0),
+        done,
         phases.index(0),
         phases,
     )

@@ -84,7 +84,7 @@ class Shared:
     free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage; with DO_FIRST only q and lse
     do_free: gl.shared_memory_descriptor  # do and delta of a stage; with DO_FIRST
     ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
-    done: gl.shared_memory_descriptor  # both warpgroups have read k and v for the last time
+    done: gl.shared_memory_descriptor  # both warpgroups have read k for the last time; at head_dim up to 64
     go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start; without TURNS
     turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn; with TURNS
 
