@@ -35,8 +35,6 @@ class Setting:
     scale: float = 0.1
     ragged: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     padded: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    turns: bool = False
-    do_first: bool = False
     down: bool = False  # the last block of queries first
     deterministic: bool = False  # dQ by a kernel of its own
     in_turn: int = 2  # heads at the end whose tiles take turns; 0 and if ragged: one after another
@@ -146,11 +144,11 @@ def simulate(
         "in_turn": None if s.ragged else min(s.in_turn, sequences * heads_kv) or None,
         "tiles": tiles, "dim": s.dim, "dim_v": p.head_dim_v,
         "scale": np.float32(s.scale), "factor": np.float32(factor), "cap_log2": np.float32(s.softcap * LOG2E),
-        "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 4 if width == 128 else 3,
+        "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 3, "STAGES": 3 if width == 128 else 2,
         "D1": config.d[0], "D2": config.d[1], "V1": config.v[0], "V2": config.v[1],
         "FOREIGN": bool(s.ragged or s.padded),
         "MASKED": bool(s.mask or s.ragged or s.padded or s.kv_len % block_kv), "SOFTCAP": bool(s.softcap),
-        "TURNS": s.turns, "DO_FIRST": s.do_first, "DOWN": s.down, "WITH_DQ": not s.deterministic,
+        "DOWN": s.down, "WITH_DQ": not s.deterministic,
     }  # fmt: skip
     module, kernel = (backward_broad, "backward_broad_kernel") if config.broad else (backward, "backward_kernel")
     _launch(module, kernel, programs, args, seed, timeout)

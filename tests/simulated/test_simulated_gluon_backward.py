@@ -21,7 +21,6 @@ from kilat.backends.gluon import (
     backward_boxes,
     backward_broad,
     backward_broad_parts,
-    backward_do_first,
     backward_dq,
     backward_narrow,
     backward_parts,
@@ -31,7 +30,7 @@ from kilat.masks import Causal, Window
 
 MODULES = (
     *(backward, backward_boxes, backward_broad, backward_broad_parts),
-    *(backward_do_first, backward_dq, backward_narrow, backward_parts, backward_wide),
+    *(backward_dq, backward_narrow, backward_parts, backward_wide),
 )
 TOLERANCE = 1e-5  # of the largest exact value: products and sums in float32
 
@@ -40,14 +39,14 @@ PADDED = ((67, 0, 5, 33), (3, 9, 0, 131))
 
 SETTINGS = {
     "one": Setting(1, 1),
+    "two-turns": Setting(128, 128),
+    "two-turns-late": Setting(64, 128, heads=(2, 1), dim=70),
+    "three-turns": Setting(130, 100, mask=Causal()),
     "even": Setting(192, 128),
     "odd": Setting(200, 300),
     "few-queries": Setting(63, 129, dim=17),
     "causal": Setting(130, 70, mask=Causal()),
-    "causal-turns": Setting(300, 300, batch=2, heads=(3, 3), mask=Causal(), turns=True),
-    "do-first": Setting(300, 300, heads=(4, 2), do_first=True),
-    "do-first-causal-turns": Setting(300, 200, dim=96, heads=(2, 2), mask=Causal(), turns=True, do_first=True),
-    "do-first-one": Setting(1, 1, do_first=True, turns=True),
+    "causal-turns": Setting(300, 300, batch=2, heads=(3, 3), mask=Causal()),
     "down": Setting(300, 400, heads=(4, 2), mask=Causal(), down=True),
     "down-narrow-window": Setting(400, 300, heads=(2, 1), dim=64, mask=Window(100, 20), down=True),
     "down-broad": Setting(300, 200, dim=192, heads=(4, 2), mask=Causal(), down=True),
@@ -77,6 +76,8 @@ SETTINGS = {
     "broad-deterministic-ragged": Setting(ragged=RAGGED, dim=192, dim_v=128, deterministic=True),
     "broad-deterministic-padded": Setting(67, 131, batch=4, padded=PADDED, dim=40, dim_v=192, deterministic=True),
     "deterministic": Setting(200, 128, deterministic=True),
+    "deterministic-one": Setting(1, 1, deterministic=True),
+    "deterministic-two-turns": Setting(100, 128, deterministic=True),
     "deterministic-narrow": Setting(300, 128, dim=64, heads=(2, 1), mask=Causal(), deterministic=True),
     "deterministic-window": Setting(300, 400, dim=90, mask=Window(50, 20), softcap=3.0, deterministic=True),
     "deterministic-ragged": Setting(ragged=RAGGED, heads=(2, 1), deterministic=True),
@@ -93,7 +94,7 @@ def test_gradients(name: str, seed: int) -> None:
 
 
 WIDE, NARROW = Setting(384, 128), Setting(512, 128, dim=64)
-DO_FIRST = replace(WIDE, do_first=True)
+WIDE_LONG = Setting(1024, 128)
 BROAD, BROAD_SHORT = Setting(384, 64, dim=192), Setting(67, 131, batch=2, padded=((67, 33), (131, 100)), dim=192)
 DQ = Setting(64, 600, deterministic=True)
 SHORT = Setting(67, 131, batch=2, padded=((67, 33), (131, 100)))
@@ -102,35 +103,50 @@ SHORT = Setting(67, 131, batch=2, padded=((67, 33), (131, 100)))
 BUGS: dict[str, tuple[Setting, Any, str, str]] = {
     # name: (setting, function, what stands there, what stands there instead)
     "no-wait-for-q": (
-        WIDE, backward_wide.consume_wide, "mbarrier.wait(r.q_full.index(stage), phase)", "pass"),
+        WIDE, backward_wide.turn, "mbarrier.wait(r.q_full.index(third), parity)", "pass"),
     "no-wait-for-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.kv_full, 0)", "pass"),
     "no-wait-for-ds": (
+        WIDE, backward_wide.turn,
+        "mbarrier.wait(r.ds_full.index(after), gl.where(third < LAG, parity ^ 1, parity))", "pass"),
+    "no-turns": (WIDE_LONG, backward_wide.turn, "mbarrier.wait(r.turn.index(0), t & 1)", "pass"),
+    "no-wait-for-last-ds": (
         WIDE, backward_wide.consume_wide,
-        "mbarrier.wait(r.ds_full.index(late), ((t - LAG) // BUFFERS) & 1)", "pass"),
+        "mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)", "pass"),
+    "no-wait-for-ds-before-the-last": (
+        Setting(128, 128), backward_wide.consume_wide,
+        "mbarrier.wait(r.ds_full.index((last - 1) % BUFFERS), ((last - 1) // BUFFERS) & 1)", "pass"),
     "wrong-phase": (
-        WIDE, backward_wide.consume_wide, "phase = (t // 2) & 1", "phase = ((t + 1) // 2) & 1"),
+        WIDE, backward_wide.turn, "phase = (t // 2) & 1", "phase = ((t + 1) // 2) & 1"),
     "ds-arrives-early": (
-        WIDE, backward_wide.consume_wide,
-        "r.ds.index(slot * 2 + W).store(ds_half)",
-        "mbarrier.arrive(r.ds_full.index(slot), count=1); r.ds.index(slot * 2 + W).store(ds_half)"),
+        WIDE, backward_wide.turn,
+        "r.ds.index(third * 2 + W).store(ds_half)",
+        "mbarrier.arrive(r.ds_full.index(third), count=1); r.ds.index(third * 2 + W).store(ds_half)"),
     "no-fence": (
-        WIDE, backward_wide.consume_wide,
-        "r.ds.index(slot * 2 + W).store(ds_half)\n            fence_async_shared()",
-        "r.ds.index(slot * 2 + W).store(ds_half)"),
+        WIDE, backward_wide.turn,
+        "r.ds.index(third * 2 + W).store(ds_half)\n        fence_async_shared()",
+        "r.ds.index(third * 2 + W).store(ds_half)"),
     "frees-twice": (
-        WIDE, backward_wide.consume_wide,
-        "tma.store_wait(0)\n            if t > 0:\n                mbarrier.arrive(r.free.index(before), count=1)",
-        "tma.store_wait(0)\n            if t > 0:\n                mbarrier.arrive(r.free.index(before), count=2)"),
-    "never-frees": (
-        WIDE, backward_wide.consume_wide,
-        "tma.store_wait(0)\n            if t > 0:\n                mbarrier.arrive(r.free.index(before), count=1)",
-        "tma.store_wait(0)"),
+        WIDE, backward_wide.turn,
+        "mbarrier.arrive(r.free.index(before), count=1)", "mbarrier.arrive(r.free.index(before), count=2)"),
+    "never-frees": (WIDE, backward_wide.turn, "mbarrier.arrive(r.free.index(before), count=1)", "pass"),
     "dq-buffer-reused": (
-        WIDE, backward_wide.consume_wide,
-        "tma.store_wait(0)\n                cta_barrier()", "cta_barrier()"),
-    "dk-overwrites-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.done, 0)", "pass"),
+        WIDE, backward_wide.consume_wide, "tma.store_wait(0)\n            cta_barrier()", "cta_barrier()"),
+    "dk-overwrites-dv": (
+        Setting(64, 128), backward_wide.consume_wide,
+        "tma.store_wait(0)  # dV and dQ have left their buffers", "pass"),
+    "delta-not-awaited": (
+        WIDE, backward_wide.turn,
+        "mbarrier.wait(r.do_full.index(stage), phase)\n    delta", "delta"),
     "loads-into-used-stage": (
-        WIDE, backward_parts.produce, "mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)", "pass"),
+        WIDE, backward_parts.produce, "mbarrier.wait(r.free.index((t + 1) % 3), ((t - 2) // 3) & 1)", "pass"),
+    "loads-a-turn-early": (
+        WIDE, backward_parts.produce,
+        "mbarrier.wait(r.free.index((t + 1) % 3), ((t - 2) // 3) & 1)",
+        "mbarrier.wait(r.free.index(t % 3), ((t // 3) & 1) ^ 1)"),
+    "narrow-loads-into-used-stage": (
+        NARROW, backward_parts.produce, "mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)", "pass"),
+    "two-buffers-of-ds": (
+        WIDE_LONG, backward_wide.turn, "r.ds.index(third * 2 + W)", "r.ds.index(t % 2 * 2 + W)"),
     "wrong-bytes": (
         WIDE, backward_parts.produce,
         "mbarrier.expect(do_full, DO_BYTES)", "mbarrier.expect(do_full, DO_BYTES - BM * 4)"),
@@ -149,8 +165,6 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         Setting(130, 130, mask=Causal()), backward_parts.hide, "query - lane >= first", "query - lane > first"),
     "mask-one-off-on-the-left": (
         Setting(300, 300, mask=Window(50, 20)), backward_parts.hide, "lane <= gl.expand_dims", "lane < gl.expand_dims"),
-    "mask-ignores-the-end-of-keys": (
-        Setting(130, 130, batch=2), backward_parts.hide, "gl.where(j < x.kv_len,", "gl.where(j < x.kv_len + 64,"),
     "mask-skipped": (
         Setting(130, 130, mask=Causal()), backward_parts.is_masked,
         "last_key - row > x.high", "last_key - row > x.high + 64"),
@@ -202,17 +216,6 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         BROAD_SHORT, backward_broad_parts.produce_broad,
         "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws + 1,",
         "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws,"),
-    "do-first-frees-early": (
-        DO_FIRST, backward_wide.consume_wide, "dv_next = warpgroup_mma(p_operand, do, dv, is_async=True)",
-        "mbarrier.arrive(r.do_free.index(stage), count=1); dv_next = warpgroup_mma(p_operand, do, dv, is_async=True)"),
-    "do-first-never-frees": (
-        DO_FIRST, backward_wide.consume_wide, "mbarrier.arrive(r.do_free.index(stage), count=1)", "pass"),
-    "do-first-loads-into-used-do": (
-        DO_FIRST, backward_do_first.produce_do_first, "mbarrier.wait(r.do_free.index(stage), phase)", "pass"),
-    "do-first-loads-into-used-q": (
-        DO_FIRST, backward_do_first.produce_do_first, "mbarrier.wait(r.free.index(stage), phase)", "pass"),
-    "do-first-wrong-bytes": (
-        DO_FIRST, backward_do_first.load_with_rows, "ROWS * 256", "0"),
     "narrow-no-wait-for-ds": (
         NARROW, backward_narrow.turn,
         "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),

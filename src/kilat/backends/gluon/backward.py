@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kilat.backends.gluon.backward_do_first import produce_do_first
 from kilat.backends.gluon.backward_narrow import consume_narrow
 from kilat.backends.gluon.backward_parts import BLOCK_KV, Shared, barriers, place_of, produce
 from kilat.backends.gluon.backward_wide import consume_wide
@@ -24,9 +23,9 @@ from kilat.backends.gluon.backward_wide import consume_wide
 @gluon.jit
 def shared_memory(
     q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc,
-    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Buffers and barriers; those of dS that the first turns read before there is a dS are cleared.
+    """Buffers and barriers: Q in STAGES, dO in two, dS in BUFFERS.
 
     A barrier that nobody waits for is not made: Triton would put something else into its place while it still is one.
     """
@@ -34,32 +33,27 @@ def shared_memory(
     ROWS: gl.constexpr = BM // 64
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     ds = gl.allocate_shared_memory(dtype, [BUFFERS * 2 * ROWS, 64, 64], ds_layout)
-    if ROWS == 1:
-        zero = gl.zeros([64, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-        for i in gl.static_range(BUFFERS, BUFFERS * 2):
-            ds.index(i).store(zero)
-    phases = barriers(1, 2 if TURNS else 1)  # of the warpgroups' elementwise parts
-    do_free = phases
-    if DO_FIRST:
-        do_free = barriers(2, 2)
+    phases = barriers(1, 2 if D == 128 else 1)  # of the warpgroups' elementwise parts
+    done = phases.index(0)
+    if D == 64:
+        done = barriers(2, 1).index(0)
     r = Shared(
-        gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], do_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], k_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], v_desc.layout),
         ds,
         gl.allocate_shared_memory(gl.float32, [2, 32, 128], dq_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2 * ROWS, 1, 64], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, 64], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2 * ROWS, 1, 64], delta_desc.layout),
         barriers(1, 1).index(0),
         barriers(1, 1).index(0),
         barriers(1, 1).index(0),
+        barriers(1, STAGES),
         barriers(1, 2),
-        barriers(1, 2),
-        barriers(2, 2),
-        do_free,
+        barriers(2, STAGES),
         barriers(2, BUFFERS),
-        barriers(2, 1).index(0),
+        done,
         phases.index(0),
         phases,
     )
@@ -77,34 +71,33 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
     left, right, right_top_left, tiles_kv, in_turn, tiles, dim, dim_v, scale, factor, cap_log2,
-    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
-    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr, DOWN: gl.constexpr,
-    WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    FOREIGN: gl.constexpr, SOFTCAP: gl.constexpr, DOWN: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One program for 128 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
         left, right, right_top_left, tiles_kv, in_turn, tiles, BM, BLOCK_KV, GROUP, DOWN,
     )  # fmt: skip
-    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, TURNS, DO_FIRST)
+    r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, STAGES)
     gl.warp_specialize(
         [
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
                     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
-                    dim, dim_v, 0, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, FOREIGN,
+                    dim, dim_v, 0, GROUP, SOFTCAP, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (
                 consume_wide if D == 128 else consume_narrow,
                 (
                     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, num_heads_kv,
-                    dim, dim_v, 1, GROUP, SOFTCAP, TURNS, DO_FIRST, WITH_DQ, MASKED, FOREIGN,
+                    dim, dim_v, 1, GROUP, SOFTCAP, WITH_DQ, MASKED, FOREIGN,
                 ),
             ),
             (
-                produce_do_first if DO_FIRST else produce,
+                produce,
                 (
                     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, x, r, BM, D, GROUP, FOREIGN,
                 ),

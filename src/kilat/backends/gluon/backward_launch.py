@@ -90,9 +90,8 @@ def _make_plan(p: Problem) -> Plan:
     if config.broad:
         constants = (*config.d, *config.v, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
     else:
-        buffers = 3 if width == 64 else 4
-        phases = (chosen.turns, chosen.do_first, chosen.down)
-        constants = (block_q, width, buffers, p.group, foreign, bool(cap), *phases, sums_dq, masked)
+        stages = 2 if width == 64 else 3
+        constants = (block_q, width, 3, stages, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     in_turn: list[int | None] = [None, None]

@@ -144,7 +144,7 @@ def turn(
 @gluon.jit
 def consume_narrow(
     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, x, r, scale, factor, cap_log2, seqlen_kv, heads_kv, dim, dim_v,
-    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr, DO_FIRST: gl.constexpr,
+    W: gl.constexpr, GROUP: gl.constexpr, SOFTCAP: gl.constexpr,
     WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and one of the two 64-row blocks of every turn's dQ."""

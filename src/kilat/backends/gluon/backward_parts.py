@@ -68,29 +68,28 @@ class Place:
 class Shared:
     """Shared memory and barriers of a program; 'full' and 'free' say what the barrier's completion means."""
 
-    q: gl.shared_memory_descriptor  # [2, 1, BM, 1, D]
+    q: gl.shared_memory_descriptor  # [stages, 1, BM, 1, D]
     do: gl.shared_memory_descriptor  # [2, 1, BM, 1, D]
     k: gl.shared_memory_descriptor  # [2, 1, 64, 1, D], one for each warpgroup
     v: gl.shared_memory_descriptor  # [2, 1, 64, 1, D]
     ds: gl.shared_memory_descriptor  # [buffers, 64, 64], keys x queries
     dq: gl.shared_memory_descriptor  # [2, 32, 128], one for each warpgroup, in fragment order
-    lse: gl.shared_memory_descriptor  # [2 * BM / 64, 1, 64], log2 units
+    lse: gl.shared_memory_descriptor  # [stages * BM / 64, 1, 64], log2 units
     delta: gl.shared_memory_descriptor  # [2 * BM / 64, 1, 64]
     kv_raw: gl.shared_memory_descriptor  # k and v before their last rows are cleared
     q_raw: gl.shared_memory_descriptor  # q and do, likewise
     kv_full: gl.shared_memory_descriptor  # k; if FOREIGN v, too
     q_full: gl.shared_memory_descriptor  # q and lse
     do_full: gl.shared_memory_descriptor  # do and delta; in the first turn v, too, unless FOREIGN
-    free: gl.shared_memory_descriptor  # q, do, lse and delta of a stage; with DO_FIRST only q and lse
-    do_free: gl.shared_memory_descriptor  # do and delta of a stage; with DO_FIRST
+    free: gl.shared_memory_descriptor  # q and lse of a stage, and the do and delta of the same turn
     ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
-    done: gl.shared_memory_descriptor  # both warpgroups have read k and v for the last time
-    go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start; without TURNS
-    turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn; with TURNS
+    done: gl.shared_memory_descriptor  # both warpgroups have read k for the last time; below head_dim 65
+    go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start; below head_dim 65
+    turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn; from head_dim 65 on
 
     @gluon.constexpr_function
     def __init__(
-        self, q, do, k, v, ds, dq, lse, delta, kv_raw, q_raw, kv_full, q_full, do_full, free, do_free, ds_full,
+        self, q, do, k, v, ds, dq, lse, delta, kv_raw, q_raw, kv_full, q_full, do_full, free, ds_full,
         done, go, turn,
     ):  # fmt: skip
         self.q = q
@@ -107,7 +106,6 @@ class Shared:
         self.q_full = q_full
         self.do_full = do_full
         self.free = free
-        self.do_free = do_free
         self.ds_full = ds_full
         self.done = done
         self.go = go
@@ -330,30 +328,31 @@ def produce(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, x, r,
     BM: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
-    """The producer: K and V once, then Q, lse, dO and delta of every turn into two stages.
+    """The producer: K and V once, then Q and lse, dO and delta of every turn.
 
     What S waits for comes first. Unless FOREIGN, V comes with the first dO.
     """
     ROWS: gl.constexpr = BM // 64
     DO_BYTES: gl.constexpr = do_desc.block_type.nbytes + BM * 4
     load_keys(k_desc, v_desc, x, r, D, FOREIGN)
+    STAGES: gl.constexpr = r.q.shape[0]
     shorts = 0
     for t in range(x.turns):
-        stage = t % 2
+        stage = t % STAGES
+        do_stage = t % 2
         row, tile = row_and_tile(x, t, BM, GROUP)
         at = [x.q_batch, x.q_start + row, x.head_q + t % GROUP, 0]
         q_full = r.q_full.index(stage)
-        do_full = r.do_full.index(stage)
+        do_full = r.do_full.index(do_stage)
         is_short = FOREIGN & (row < x.q_len) & (row + BM > x.q_len)
-        mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)
+        if STAGES == 2:  # of three, Q's is free when the dO of the turn before could be asked for
+            mbarrier.wait(r.free.index(stage), ((t // 2) & 1) ^ 1)
         if is_short:
-            mbarrier.expect(r.q_raw, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+            mbarrier.expect(r.q_raw, q_desc.block_type.nbytes)
             async_load(q_desc, at, r.q_raw, r.q.index(stage))
-            async_load(do_desc, at, r.q_raw, r.do.index(stage))
             mbarrier.wait(r.q_raw, shorts & 1)
             shorts += 1
             clear_rows(r.q.index(stage), x.q_len - row, BM, D)
-            clear_rows(r.do.index(stage), x.q_len - row, BM, D)
             fence_async_shared()
             cta_barrier()
             mbarrier.expect(q_full, BM * 4)
@@ -363,7 +362,16 @@ def produce(
         # Before dO, since S is what the consumers wait for.
         for i in gl.static_range(ROWS):
             async_load(lse_desc, [tile + i, 0], q_full, r.lse.index(stage * ROWS + i))
+        if STAGES == 3 and t >= 2:
+            mbarrier.wait(r.free.index((t + 1) % 3), ((t - 2) // 3) & 1)
         if is_short:
+            mbarrier.expect(r.q_raw, do_desc.block_type.nbytes)
+            async_load(do_desc, at, r.q_raw, r.do.index(do_stage))
+            mbarrier.wait(r.q_raw, shorts & 1)
+            shorts += 1
+            clear_rows(r.do.index(do_stage), x.q_len - row, BM, D)
+            fence_async_shared()
+            cta_barrier()
             mbarrier.expect(do_full, BM * 4)
         else:
             if not FOREIGN and t == 0:
@@ -371,9 +379,9 @@ def produce(
                 load_both_halves(v_desc, x, r.v, do_full)
             else:
                 mbarrier.expect(do_full, DO_BYTES)
-            async_load(do_desc, at, do_full, r.do.index(stage))
+            async_load(do_desc, at, do_full, r.do.index(do_stage))
         for i in gl.static_range(ROWS):
-            async_load(delta_desc, [tile + i, 0], do_full, r.delta.index(stage * ROWS + i))
+            async_load(delta_desc, [tile + i, 0], do_full, r.delta.index(do_stage * ROWS + i))
 
 
 @gluon.jit
