@@ -37,7 +37,8 @@ class Setting:
     padded: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     down: bool = False  # the last block of queries first
     deterministic: bool = False  # dQ by a kernel of its own
-    in_turn: int = 2  # heads at the end whose tiles take turns; 0 and if ragged: one after another
+    lead: int = 0  # heads that come one after another, before the others; see `backward_parts.take_place`
+    together: int = 2  # heads whose tiles take turns; 0 and if ragged: one after another
 
 
 def tensors(s: Setting, seed: int) -> dict[str, np.ndarray]:
@@ -141,7 +142,7 @@ def simulate(
         "batch": sequences, "seqlen_q": q_total, "seqlen_kv": kv_total, "num_heads_kv": heads_kv,
         "left": bounds.left, "right": bounds.right,
         "right_top_left": bounds.right_top_left, "tiles_kv": tiles_kv,
-        "in_turn": None if s.ragged else min(s.in_turn, sequences * heads_kv) or None,
+        "lead": 0 if s.ragged else s.lead, "together": None if s.ragged else s.together or None,
         "tiles": tiles, "dim": s.dim, "dim_v": p.head_dim_v,
         "scale": np.float32(s.scale), "factor": np.float32(factor), "cap_log2": np.float32(s.softcap * LOG2E),
         "BM": block_q, "D": width, "GROUP": heads_q // heads_kv, "BUFFERS": 3, "STAGES": 3 if width == 128 else 2,

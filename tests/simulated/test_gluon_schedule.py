@@ -16,7 +16,8 @@ from simulated.gluon_rebind import Rebinder
 
 from kilat.backends.gluon import backward_parts, heuristics
 from kilat.backends.gluon import schedule as schedules
-from kilat.backends.gluon.schedule import OF_A_TILE, key_blocks, schedule
+from kilat.backends.gluon import tiles as kernel_tiles
+from kilat.backends.gluon.schedule import OF_A_TILE, ONE_AFTER_ANOTHER, key_blocks, schedule
 from kilat.masks import Causal, Window
 from kilat.masks.affine import affine
 from kilat.masks.core import Mask
@@ -85,31 +86,34 @@ def test_backward_ctas_are_equally_busy(heads: tuple[int, int], seqlen: int) -> 
     bounds, units, tiles = affine(CAUSAL), heads[1] * (16384 // seqlen), seqlen // 128
     assert bounds is not None
     costs = schedules.query_blocks(bounds, 64, 128, seqlen, seqlen) * (heads[0] // heads[1])
-    last = schedules.heads_in_turn(costs, units)
-    assert (last is not None) == (seqlen < 16384)
-    order = programs(units, tiles, last)
+    lead, together = schedules.order_of_heads(costs, units, heads[0] // heads[1])
+    assert (together is not None) == (seqlen < 16384)
+    order = programs(units, tiles, lead, together)
     assert sorted(order) == [(unit, tile) for unit in range(units) for tile in range(tiles)]
-    assert order[: (units - (last or 0)) * tiles] == sorted(order[: (units - (last or 0)) * tiles])
+    assert order[: lead * tiles] == sorted(order[: lead * tiles])
+    assert heads[0] == heads[1] or lead == 0
     _, uneven = schedules.deal([float(costs[tile] + schedules.OF_A_PROGRAM) for _, tile in order], PROCESSORS)
     assert uneven <= 1.035
 
 
-def programs(units: int, tiles: int, in_turn: int | None) -> list[tuple[int, int]]:
+def programs(units: int, tiles: int, lead: int, together: int | None) -> list[tuple[int, int]]:
     """(unit, tile) of each program, by the kernels' own function."""
     found: list[tuple[int, int]] = []
+    i32 = gluon_values.I32
     for pid in range(units * tiles):
-        functions = {**gluon_values.FUNCTIONS, "program_id": lambda axis, pid=pid: gluon_values.I32(pid)}
-        call = Rebinder({"gl": types.SimpleNamespace(**functions)}, {}).bind(backward_parts.take_place)
-        number = None if in_turn is None else gluon_values.I32(in_turn)
-        _, head, tile = map(int, call(gluon_values.I32(1), gluon_values.I32(units), gluon_values.I32(tiles), number))
+        functions = types.SimpleNamespace(**{**gluon_values.FUNCTIONS, "program_id": lambda axis, pid=pid: i32(pid)})
+        section = Rebinder({"gl": functions}, {}).bind(kernel_tiles.unit_and_slot)
+        call = Rebinder({"gl": functions, "unit_and_slot": section}, {}).bind(backward_parts.take_place)
+        _, head, tile = map(int, call(i32(1), i32(units), i32(tiles), i32(lead), together and i32(together)))
         found.append((head, tile))
     return found
 
 
 def test_backward_heads_follow_one_another_where_tiles_are_equal() -> None:
-    assert schedules.heads_in_turn(np.full(16, 8), 64) is None
-    assert schedules.heads_in_turn(np.arange(16), 1) is None
-    assert schedules.heads_in_turn(np.arange(16, 0, -1), 1 << 16) == -(-PROCESSORS // 16)  # too many to be dealt
+    assert schedules.order_of_heads(np.full(16, 8), 64) == ONE_AFTER_ANOTHER
+    assert schedules.order_of_heads(np.arange(16), 1) == ONE_AFTER_ANOTHER
+    fills = -(-PROCESSORS // 16)
+    assert schedules.order_of_heads(np.arange(16, 0, -1), 1 << 16) == ((1 << 16) - fills, fills)  # too many to deal
 
 
 @pytest.mark.parametrize("mask", [None, Causal(), Causal("top_left"), Window(70, 20), Window(5, None)], ids=str)

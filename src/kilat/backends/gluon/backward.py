@@ -62,7 +62,7 @@ def shared_memory(
 
 
 LENGTHS = (
-    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv in_turn tiles".split()  # noqa: SIM905
+    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv lead together tiles".split()  # noqa: SIM905
 )
 
 
@@ -70,14 +70,14 @@ LENGTHS = (
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, in_turn, tiles, dim, dim_v, scale, factor, cap_log2,
+    left, right, right_top_left, tiles_kv, lead, together, tiles, dim, dim_v, scale, factor, cap_log2,
     BM: gl.constexpr, D: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     FOREIGN: gl.constexpr, SOFTCAP: gl.constexpr, DOWN: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One program for 128 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-        left, right, right_top_left, tiles_kv, in_turn, tiles, BM, BLOCK_KV, GROUP, DOWN,
+        left, right, right_top_left, tiles_kv, lead, together, tiles, BM, BLOCK_KV, GROUP, DOWN,
     )  # fmt: skip
     r = shared_memory(q_desc, do_desc, k_desc, v_desc, dq_desc, lse_desc, delta_desc, BM, D, BUFFERS, STAGES)
     gl.warp_specialize(

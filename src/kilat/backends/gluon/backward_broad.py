@@ -193,7 +193,7 @@ def gradients(
 
 
 LENGTHS = (
-    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv in_turn tiles".split()  # noqa: SIM905
+    "batch seqlen_q seqlen_kv num_heads_kv left right right_top_left tiles_kv lead together tiles".split()  # noqa: SIM905
 )
 
 
@@ -202,14 +202,14 @@ def backward_broad_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, lse_desc, delta_desc,
     dk_desc, dk2_desc, dv_desc, dv2_desc, dq_ptr, dk_ptr, dv_ptr,
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, in_turn, tiles, dim, dim_v, scale, factor, cap_log2,
+    left, right, right_top_left, tiles_kv, lead, together, tiles, dim, dim_v, scale, factor, cap_log2,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, GROUP: gl.constexpr, FOREIGN: gl.constexpr,
     SOFTCAP: gl.constexpr, DOWN: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One program for 64 keys of a key/value head; see `backward_parts` for the names."""
     x = place_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-        left, right, right_top_left, tiles_kv, in_turn, tiles, BM, BLOCK_KV, GROUP, DOWN,
+        left, right, right_top_left, tiles_kv, lead, together, tiles, BM, BLOCK_KV, GROUP, DOWN,
     )  # fmt: skip
     r = shared_memory(
         q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, lse_desc, delta_desc, D1, D2, V1, V2

@@ -115,11 +115,11 @@ class Ring:
 @gluon.jit
 def queries_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_q,
-    left, right, right_top_left, blocks, in_turn, tiles,
+    left, right, right_top_left, blocks, lead, together, tiles,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Where the program with this id works: the last queries first, which see most keys; see `take_place`."""
-    sequence, head, slot = take_place(batch, num_heads_q, blocks, in_turn)
+    sequence, head, slot = take_place(batch, num_heads_q, blocks, lead, together)
     block = blocks - 1 - slot
     if offsets_q is not None:
         sequence = sequence_of(offsets_q, block, batch, BLOCK_Q)
@@ -255,14 +255,14 @@ def consume_keys(
     tma.store_wait(0)
 
 
-LENGTHS = "batch seqlen_q seqlen_kv num_heads_q left right right_top_left blocks in_turn tiles".split()  # noqa: SIM905
+LENGTHS = "batch seqlen_q seqlen_kv num_heads_q left right right_top_left blocks lead together tiles".split()  # noqa: SIM905
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def backward_dq_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, dq_desc, dq2_desc,
     dq_ptr, lse_tiles, delta_tiles, offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv,
-    num_heads_q, left, right, right_top_left, blocks, in_turn, tiles, dim, scale, factor, cap_log2,
+    num_heads_q, left, right, right_top_left, blocks, lead, together, tiles, dim, scale, factor, cap_log2,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, V: gl.constexpr, V2: gl.constexpr,
     GROUP: gl.constexpr, SOFTCAP: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
@@ -270,7 +270,7 @@ def backward_dq_kernel(
     dtype: gl.constexpr = q_desc.dtype
     x = queries_of(
         offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_q,
-        left, right, right_top_left, blocks, in_turn, tiles, BM, BN, GROUP,
+        left, right, right_top_left, blocks, lead, together, tiles, BM, BN, GROUP,
     )  # fmt: skip
     q = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], q_desc.layout)
     do = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, V], do_desc.layout)

@@ -94,12 +94,13 @@ def _make_plan(p: Problem) -> Plan:
         constants = (block_q, width, 3, stages, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
-    in_turn: list[int | None] = [None, None]
+    order: list[schedule.Order] = [schedule.ONE_AFTER_ANOTHER] * 2
     if not ragged:  # lengths of sequences are not known here
         of_keys = schedule.query_blocks(bounds, block_q, block_kv, p.seqlen_q, p.seqlen_kv) * p.group
         of_queries = schedule.key_blocks(bounds, BLOCK_Q.value, dq_block_kv, p.seqlen_q, p.seqlen_kv)[::-1]
-        in_turn[0] = schedule.heads_in_turn(of_keys, p.num_heads_kv * p.batch)
-        in_turn[1] = schedule.heads_in_turn(of_queries, p.num_heads_q * p.batch) if p.deterministic else None
+        order[0] = schedule.order_of_heads(of_keys, p.num_heads_kv * p.batch, p.group)
+        if p.deterministic:
+            order[1] = schedule.order_of_heads(of_queries, p.num_heads_q * p.batch)
     return Plan(
         config=config,
         width=width,
@@ -111,10 +112,10 @@ def _make_plan(p: Problem) -> Plan:
         ragged=ragged,
         sums_dq=sums_dq,
         foreign=foreign,
-        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, in_turn[0], tiles, p.head_dim, p.head_dim_v, *factors),
+        numbers=(*lengths, p.num_heads_kv, *bounds, tiles_kv, *order[0], tiles, p.head_dim, p.head_dim_v, *factors),
         constants=constants,
         dq_programs=blocks * p.num_heads_q * sequences,
-        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, in_turn[1], tiles, p.head_dim, *factors),
+        dq_numbers=(*lengths, p.num_heads_q, *bounds, blocks, *order[1], tiles, p.head_dim, *factors),
         dq_constants=(block_q, dq_block_kv, *config.d, *config.v, p.group, bool(cap), foreign),
     )
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kilat.backends.gluon._compat import aggregate, async_load, async_reduce_add, async_store, cta_barrier
+from kilat.backends.gluon.tiles import unit_and_slot
 
 BLOCK_KV = gl.constexpr(128)  # below head_dim 129
 FAR = gl.constexpr(2**30)  # as in kilat.masks.core
@@ -161,23 +162,26 @@ def band(q_len, kv_len, left, right, right_top_left):
 
 
 @gluon.jit
-def take_place(batch, heads, tiles, in_turn):
-    """(sequence, head, tile) of this program: one head after another, the last `in_turn` (not if ragged) by turns."""
+def take_place(batch, heads, tiles, lead, together):
+    """(sequence, head, tile) of this program: `lead` heads one after another, the others `together` by turns.
+
+    together is None where all come one after another, as in a ragged batch.
+    """
     pid = gl.program_id(0)
     tile = pid % tiles
     unit = pid // tiles  # head of a sequence
-    if in_turn is not None:
-        rest = pid - (batch * heads - in_turn) * tiles
+    if together is not None:
+        rest = pid - lead * tiles
         if rest >= 0:
-            tile = rest // in_turn
-            unit = batch * heads - in_turn + rest - tile * in_turn
+            unit, tile = unit_and_slot(rest, batch * heads - lead, tiles, together)
+            unit += lead
     return unit // heads, unit % heads, tile
 
 
 @gluon.jit
 def place_of(
     offsets_q, offsets_kv, lengths_q, lengths_kv, batch, seqlen_q, seqlen_kv, num_heads_kv,
-    left, right, right_top_left, tiles_kv, in_turn, tiles,
+    left, right, right_top_left, tiles_kv, lead, together, tiles,
     BM: gl.constexpr, BLOCK_KV: gl.constexpr, GROUP: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
     """Where the program with this id works: the first keys first, which most queries see; see `take_place`.
@@ -185,7 +189,7 @@ def place_of(
     DOWN: blocks of queries from the last to the first. Under a causal mask programs that start together then read the
     same queries, and add to the same dQ, at the same time, so that these stay in the L2 cache.
     """
-    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, in_turn)
+    sequence, head_kv, tile_kv = take_place(batch, num_heads_kv, tiles_kv, lead, together)
     if offsets_kv is not None:
         sequence = sequence_of(offsets_kv, tile_kv, batch, BLOCK_KV)
         tile_kv -= gl.load(offsets_kv + sequence) // BLOCK_KV + sequence

@@ -9,7 +9,7 @@ and all heads at a time read the keys again for every row of tiles (head_dim 128
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ PROCESSORS = 132
 """Of an H100 or H200; for the backward, whose programs the hardware deals."""
 OF_A_PROGRAM = 4
 """What a program of the backward costs beside its turns, in turns."""
-EVEN_PROGRAMS = 1.02
+EVEN_PROGRAMS, EVEN_GROUPS = 1.02, 1.035
 OF_TURNS = 0.05
 """What it costs that heads take turns, as a part of their time: what their tiles share is read from memory again."""
 MAX_DEALT = 1 << 14
@@ -72,29 +72,63 @@ def query_blocks(bounds: Affine, block_q: int, block_kv: int, seqlen_q: int, seq
     return np.where(low < high, -(-high // block_q) - low // block_q, 0)
 
 
-def heads_in_turn(costs: NDArray[np.int64], units: int) -> int | None:
-    """Heads (of all sequences) at the end whose tiles a backward kernel takes by turns, each head's first tile first.
+class Order(NamedTuple):
+    """In what order a backward kernel takes the heads of all sequences, see `backward_parts.take_place`."""
 
-    None, one head after another, where that is even: it takes the fewest registers. Else the last head would begin with
-    its longest tiles when the others are done: 5 to 7 % at 512 to 8k, head_dim 128, and 12 % with groups of heads. The
-    hardware deals programs as `deal` does; the fewest heads that are even are taken, or the best number. The others
-    come one after another, since what the tiles of a head share, Q, dO and dQ, is then in the L2 cache: by turns 66
-    heads at 512 and 256 at 1k read it from memory again for every tile (705 us at 1k causal, not 610).
+    lead: int
+    together: int | None
+
+
+ONE_AFTER_ANOTHER = Order(0, None)
+
+
+def order_of_heads(costs: NDArray[np.int64], units: int, group: int = 1) -> Order:
+    """The order in which programs are evenly busy and what the tiles of a head share stays in the L2 cache.
+
+    costs [tiles] are the turns of a head's programs, the first tile's first; units are heads of all sequences. Where one
+    head after another is not even, the last would begin with its longest tiles when the others are done: 5 to 7 % at
+    512 to 8k, head_dim 128, and 12 % with groups of heads. So the tiles of some heads take turns, the longest first.
+
+    Single heads: only the last ones. By turns 66 heads at 512 and 256 at 1k read Q, dO and dQ from memory again for
+    every tile (705 us at 1k causal, not 610). Groups of heads: a few at a time, all along. A group's Q, dO and dQ do
+    not fit anyway; tiles of about the same length begin and end together, and go down the queries in step (8k causal,
+    64/8 heads: 521 TFLOP/s, not 458).
     """
     costs = costs + OF_A_PROGRAM
     if units < 2 or len(costs) < 2 or (costs == costs[0]).all():
-        return None
+        return ONE_AFTER_ANOTHER
     fills = max(1, -(-PROCESSORS // len(costs)))
     if units * len(costs) > MAX_DEALT:
-        return min(fills, units) if fills > 1 else None
+        return Order(units - min(fills, units), fills) if fills > 1 else ONE_AFTER_ANOTHER
+    return _groups_by_turns(costs, units, fills) if group > 1 else _last_by_turns(costs, units, fills)
+
+
+def _last_by_turns(costs: NDArray[np.int64], units: int, fills: int) -> Order:
     found: list[tuple[float, int]] = []
     for last in (n for n in (0, fills, 3 * fills // 2, *(n * fills for n in range(2, 5))) if n <= units):
-        order = np.concatenate([np.tile(costs, units - last), np.repeat(costs, last)])
-        uneven = deal(order.tolist(), PROCESSORS)[1]
+        uneven = _uneven(np.concatenate([np.tile(costs, units - last), np.repeat(costs, last)]))
         found.append((uneven + OF_TURNS * last / units, last))
         if uneven <= EVEN_PROGRAMS:
             break
-    return min(found)[1] or None
+    last = min(found)[1]
+    return Order(units - last, last) if last else ONE_AFTER_ANOTHER
+
+
+def _groups_by_turns(costs: NDArray[np.int64], units: int, fills: int) -> Order:
+    found: list[tuple[float, int]] = []
+    near = (fills + 1, fills - 1, fills, fills + 2, 2 * fills + 1, 2 * fills, 5 * fills // 2, 3 * fills, 4 * fills)
+    for together in (n for n in (1, *near) if 1 <= n <= units):
+        uneven = _uneven(np.concatenate([np.repeat(costs, min(together, units - n)) for n in range(0, units, together)]))
+        found.append((uneven, together))
+        if uneven <= EVEN_GROUPS:
+            break
+    together = min(found)[1]
+    return Order(0, together) if together > 1 else ONE_AFTER_ANOTHER
+
+
+def _uneven(costs: NDArray[np.int64]) -> float:
+    """Busiest processor / mean, as the hardware deals programs."""
+    return deal(costs.tolist(), PROCESSORS)[1]
 
 
 def in_order(costs: NDArray[np.float64], units: int, together: int, at_the_end: int) -> NDArray[np.int64]:
