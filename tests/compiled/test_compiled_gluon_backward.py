@@ -63,8 +63,8 @@ OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
     (3, 9): {
         "wide": (148, 23),
         "wide-causal": (280, 36),
-        "wide-do-first": (88, 14),
-        "wide-do-first-late": (176, 40),
+        "wide-do-first": (124, 21),
+        "wide-do-first-late": (280, 40),
         "wide-ragged": (296, 29),
         "wide-float16": (148, 23),
         "narrow": (104, 18),
