@@ -15,7 +15,7 @@ from configurations import tensors
 from helpers import build
 from offline import compiling
 
-from kilat.backends.gluon import backward_launch, heuristics, tuning
+from kilat.backends.gluon import heuristics, tuning
 from kilat.backends.triton import BACKEND
 from kilat.masks import Causal
 from kilat.tune.lookup import forced
@@ -88,30 +88,6 @@ def test_candidates_of_the_forward() -> None:
             (3, True) if dim == 64 else (2, False)
         }
     assert [[one for one in found[dim] if one["held"]] != [] for dim in (64, 128, 256)] == [False, True, True]
-
-
-@pytest.mark.parametrize("knob", ["turns", "do_first"])
-def test_gluon_backward(knob: str) -> None:
-    """Each knob is a constant of the kernel, and no other differs."""
-    problem, _ = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
-    problem = replace(problem, needs_grad=True, grad_of=frozenset("qkv"))
-    constants = []
-    for value in (False, True):
-        with forced("gluon", "backward", {knob: value}):
-            constants.append(backward_launch._make_plan(problem).constants)
-    assert backward_launch._make_plan(problem).constants in constants
-    assert [one for one in zip(*constants, strict=True) if one[0] != one[1]] == [(False, True)]
-    odd = replace(problem, head_dim=127, memo={})
-    with forced("gluon", "backward", {"turns": False, "do_first": True}):
-        assert backward_launch._make_plan(odd).constants == backward_launch._make_plan(replace(odd, memo={})).constants
-
-
-def test_candidates_of_the_backward() -> None:
-    problem, op = build(Case("tuned", seqlen=(256, 256), head_dim=128, dtype="bfloat16")).core()
-    names = ("turns", "do_first")
-    for dim, values in ((128, [(True, False), (False, False), (False, True), (True, True)]), (64, [(False, False)])):
-        found = tuning.TUNABLES[2].candidates(replace(problem, head_dim=dim, head_dim_v=dim), op)
-        assert [tuple(one[name] for name in names) for one in found] == values
 
 
 @pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])

@@ -37,7 +37,7 @@ class Setting:
     padded: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     down: bool = False  # the last block of queries first
     deterministic: bool = False  # dQ by a kernel of its own
-    lead: int = 0  # heads that come one after another, before the others; see `backward_parts.take_place`
+    lead: int = 0  # heads that come one after another, before the others; see `backward_place.take_place`
     together: int = 2  # heads whose tiles take turns; 0 and if ragged: one after another
 
 

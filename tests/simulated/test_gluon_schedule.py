@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from simulated import gluon_values
 from simulated.gluon_rebind import Rebinder
 
-from kilat.backends.gluon import backward_parts, heuristics
+from kilat.backends.gluon import backward_place, heuristics
 from kilat.backends.gluon import schedule as schedules
 from kilat.backends.gluon import tiles as kernel_tiles
 from kilat.backends.gluon.schedule import OF_A_TILE, ONE_AFTER_ANOTHER, key_blocks, schedule
@@ -103,7 +103,7 @@ def programs(units: int, tiles: int, lead: int, together: int | None) -> list[tu
     for pid in range(units * tiles):
         functions = types.SimpleNamespace(**{**gluon_values.FUNCTIONS, "program_id": lambda axis, pid=pid: i32(pid)})
         section = Rebinder({"gl": functions}, {}).bind(kernel_tiles.unit_and_slot)
-        call = Rebinder({"gl": functions, "unit_and_slot": section}, {}).bind(backward_parts.take_place)
+        call = Rebinder({"gl": functions, "unit_and_slot": section}, {}).bind(backward_place.take_place)
         _, head, tile = map(int, call(i32(1), i32(units), i32(tiles), i32(lead), together and i32(together)))
         found.append((head, tile))
     return found

@@ -24,13 +24,14 @@ from kilat.backends.gluon import (
     backward_dq,
     backward_narrow,
     backward_parts,
+    backward_place,
     backward_wide,
 )
 from kilat.masks import Causal, Window
 
 MODULES = (
     *(backward, backward_boxes, backward_broad, backward_broad_parts),
-    *(backward_dq, backward_narrow, backward_parts, backward_wide),
+    *(backward_dq, backward_narrow, backward_parts, backward_place, backward_wide),
 )
 TOLERANCE = 1e-5  # of the largest exact value: products and sums in float32
 

@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kilat.backends.gluon.backward_narrow import consume_narrow
-from kilat.backends.gluon.backward_parts import BLOCK_KV, Shared, barriers, place_of, produce
+from kilat.backends.gluon.backward_parts import BLOCK_KV, Shared, barriers, produce
+from kilat.backends.gluon.backward_place import place_of
 from kilat.backends.gluon.backward_wide import consume_wide
 
 

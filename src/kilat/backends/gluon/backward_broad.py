@@ -24,15 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kilat.backends.gluon.backward_boxes import scores_of
 from kilat.backends.gluon.backward_broad_parts import BLOCK_KV, BM, produce_broad, shared_memory
-from kilat.backends.gluon.backward_parts import (
-    NOWHERE,
-    hide,
-    is_masked,
-    place_of,
-    probabilities,
-    row_and_tile,
-    store_rows,
-)
+from kilat.backends.gluon.backward_parts import hide, is_masked, probabilities, store_rows
+from kilat.backends.gluon.backward_place import NOWHERE, place_of, row_and_tile
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 

@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kilat.backends.gluon._compat import aggregate, async_load
 from kilat.backends.gluon.backward_boxes import load_cleared, load_rows
-from kilat.backends.gluon.backward_parts import barriers, row_and_tile
+from kilat.backends.gluon.backward_parts import barriers
+from kilat.backends.gluon.backward_place import row_and_tile
 
 BM = gl.constexpr(64)
 BLOCK_KV = gl.constexpr(64)

@@ -24,15 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kilat.backends.gluon._compat import aggregate
 from kilat.backends.gluon.backward_boxes import load_cleared, load_rows, scores_of
-from kilat.backends.gluon.backward_parts import (
-    band,
-    barriers,
-    probabilities,
-    sequence_of,
-    span,
-    store_rows,
-    take_place,
-)
+from kilat.backends.gluon.backward_parts import barriers, probabilities, store_rows
+from kilat.backends.gluon.backward_place import band, sequence_of, span, take_place
 
 BLOCK_Q = gl.constexpr(128)
 STAGES = gl.constexpr(3)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kilat.backends.gluon import schedule, tuning
+from kilat.backends.gluon import schedule
 from kilat.backends.gluon.backward import backward_kernel
 from kilat.backends.gluon.backward_broad import backward_broad_kernel
 from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
@@ -86,12 +86,11 @@ def _make_plan(p: Problem) -> Plan:
     masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
     sums_dq = "q" in p.grad_of and not p.deterministic
     width = sum(config.d)
-    chosen = tuning.backward_config(p)
     if config.broad:
-        constants = (*config.d, *config.v, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
+        constants = (*config.d, *config.v, p.group, foreign, bool(cap), config.down, sums_dq, masked)
     else:
         stages = 2 if width == 64 else 3
-        constants = (block_q, width, 3, stages, p.group, foreign, bool(cap), chosen.down, sums_dq, masked)
+        constants = (block_q, width, 3, stages, p.group, foreign, bool(cap), config.down, sums_dq, masked)
     factors = (p.scale, (2.0 * p.scale / cap if cap else p.scale) * LOG2E, cap * LOG2E)
     lengths = (p.batch, p.seqlen_q, p.seqlen_kv)
     order: list[schedule.Order] = [schedule.ONE_AFTER_ANOTHER] * 2

@@ -20,16 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kilat.backends.gluon._compat import cta_barrier
-from kilat.backends.gluon.backward_parts import (
-    BLOCK_KV,
-    NOWHERE,
-    add_dq,
-    hide,
-    is_masked,
-    probabilities,
-    row_and_tile,
-    store_rows,
-)
+from kilat.backends.gluon.backward_parts import BLOCK_KV, add_dq, hide, is_masked, probabilities, store_rows
+from kilat.backends.gluon.backward_place import NOWHERE, row_and_tile
 
 BM = gl.constexpr(128)
 D = gl.constexpr(64)

@@ -19,7 +19,7 @@ def rows_of(offsets, lengths, batch, seqlen, heads, tiles, BLOCK: tl.constexpr, 
     """(sequence, head, first token, length, first row in it, first row in the tiles) of this program's ROWS rows.
 
     Heads are innermost, so that programs of one time touch whole tokens, and the last rows come first; see docs/lab.
-    Sequence b of a ragged batch starts at block offsets[b] // BLOCK + b of its head, see `backward_parts.sequence_of`.
+    Sequence b of a ragged batch starts at block offsets[b] // BLOCK + b of its head, see `backward_place.sequence_of`.
     """
     parts = tiles * 64 // ROWS
     number = tl.num_programs(0) - 1 - tl.program_id(0)

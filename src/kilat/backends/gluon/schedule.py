@@ -73,7 +73,7 @@ def query_blocks(bounds: Affine, block_q: int, block_kv: int, seqlen_q: int, seq
 
 
 class Order(NamedTuple):
-    """In what order a backward kernel takes the heads of all sequences, see `backward_parts.take_place`."""
+    """In what order a backward kernel takes the heads of all sequences, see `backward_place.take_place`."""
 
     lead: int
     together: int | None
@@ -85,9 +85,9 @@ ONE_AFTER_ANOTHER = Order(0, None)
 def order_of_heads(costs: NDArray[np.int64], units: int, group: int = 1) -> Order:
     """The order in which programs are evenly busy and what the tiles of a head share stays in the L2 cache.
 
-    costs [tiles] are the turns of a head's programs, the first tile's first; units are heads of all sequences. Where one
-    head after another is not even, the last would begin with its longest tiles when the others are done: 5 to 7 % at
-    512 to 8k, head_dim 128, and 12 % with groups of heads. So the tiles of some heads take turns, the longest first.
+    costs [tiles] are the turns of a head's programs, the first tile's first; units are heads of all sequences. Where
+    one head after another is not even, the last would begin with its longest tiles when the others are done: 5 to 7 %
+    at 512 to 8k, head_dim 128, and 12 % with groups of heads. So tiles of some heads take turns, the longest first.
 
     Single heads: only the last ones. By turns 66 heads at 512 and 256 at 1k read Q, dO and dQ from memory again for
     every tile (705 us at 1k causal, not 610). Groups of heads: a few at a time, all along. A group's Q, dO and dQ do
@@ -118,7 +118,9 @@ def _groups_by_turns(costs: NDArray[np.int64], units: int, fills: int) -> Order:
     found: list[tuple[float, int]] = []
     near = (fills + 1, fills - 1, fills, fills + 2, 2 * fills + 1, 2 * fills, 5 * fills // 2, 3 * fills, 4 * fills)
     for together in (n for n in (1, *near) if 1 <= n <= units):
-        uneven = _uneven(np.concatenate([np.repeat(costs, min(together, units - n)) for n in range(0, units, together)]))
+        uneven = _uneven(
+            np.concatenate([np.repeat(costs, min(together, units - n)) for n in range(0, units, together)])
+        )
         found.append((uneven, together))
         if uneven <= EVEN_GROUPS:
             break

@@ -35,19 +35,6 @@ class Schedule:
     persistent: bool
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
-    """turns: the two warpgroups work in opposite phases, a barrier a turn, rather than one a little late.
-
-    do_first: dO's buffers are free, and loaded again, before those of Q. down: blocks of
-    queries from the last to the first; it depends on the groups of heads, so that no table has it.
-    """
-
-    turns: bool
-    do_first: bool = False
-    down: bool = False
-
-
 def bucket(problem: Problem, kernel: str) -> Bucket | None:
     """What a Problem is looked up by; no row serves a mask that this backend does not take."""
     found = affine(problem.mask)
@@ -55,8 +42,6 @@ def bucket(problem: Problem, kernel: str) -> Bucket | None:
         return None
     left, right, top_left = found.kind
     dims = (sum(heuristics.boxes(problem.head_dim)), sum(heuristics.boxes(problem.head_dim_v)))
-    if kernel == "backward":
-        dims = (64, 64) if max(dims) <= 64 else (128, 128)
     mask = "window" if left else "causal" if right or top_left else "full"
     return Bucket(kernel, problem.dtype, dims, mask, seqlen(problem))
 
@@ -113,32 +98,6 @@ def _built_in_schedule(problem: Problem) -> Schedule:
     return Schedule(heuristics.L2_BUDGET >> 20, persistent=not (unequal and problem.layout == "ragged"))
 
 
-def backward_config(problem: Problem) -> BackwardConfig:
-    """The backward's."""
-    built_in = _built_in_backward(problem)
-    found = configure("gluon", architecture(), bucket(problem, "backward"), built_in)
-    return found if backward_is_legal(problem, found) else built_in
-
-
-def backward_is_legal(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether there is a kernel for it: dO comes first only at head_dim 65 .. 128, and in whole blocks."""
-    can_be_first = _may_take_turns(problem) and not heuristics.has_foreign_rows(problem)
-    return can_be_first or not config.do_first
-
-
-def _built_in_backward(problem: Problem) -> BackwardConfig:
-    """Blocks of queries upwards or downwards: causal 16k at 64 522 and 538 TFLOP/s, at 128 597 and 584.
-
-    With 8 query heads for one, 8k at 128, 463 and 521; without a mask it makes no difference.
-    """
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    return BackwardConfig(turns=_may_take_turns(problem), down=narrow or problem.group > 1)
-
-
-def _may_take_turns(problem: Problem) -> bool:
-    return 64 < max(problem.head_dim, problem.head_dim_v) <= 128
-
-
 def _built_in(function: Any) -> Any:
     def of_operands(problem: Problem, operands: Operands) -> Any:
         del operands
@@ -173,13 +132,5 @@ TUNABLES = (
         lambda problem: {"megabytes": (8, 16, 24, 40), "persistent": (False, True)},
         lambda problem, config: True,
     ),
-    Tunable(
-        "backward",
-        "backward",
-        lambda problem: bucket(problem, "backward"),
-        _built_in(_built_in_backward),
-        lambda problem: {"turns": (False, True) if _may_take_turns(problem) else (False,), "do_first": (False, True)},
-        backward_is_legal,
-    ),
 )
-"""What `kilat tune` measures, each with the choices of those before it."""
+"""What `kilat tune` measures, each with the choices of those before it; the backward has no choices left."""
