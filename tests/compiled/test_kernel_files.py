@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -112,6 +113,33 @@ def test_the_key_is_that_of_triton() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert hasattr(cache.triton_key, "shortened")
     assert cache.triton_key() == done.stdout.strip()
+
+
+KERNELS = {
+    "gluon.forward": ["forward_kernel"],
+    "gluon.backward": ["backward_kernel"],
+    "gluon.backward_broad": ["backward_broad_kernel"],
+    "gluon.backward_dq": ["backward_dq_kernel"],
+    "gluon.backward_rows": ["prepare_kernel", "finish_kernel"],
+    "triton.forward": ["forward_kernel"],
+    "triton.backward": ["delta_kernel", "keys_kernel", "queries_kernel"],
+    "triton.backward_scores": ["bias_kernel", "table_kernel"],
+}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_keys_do_not_depend_on_addresses(module: str) -> None:
+    """Triton sorts the constants in a kernel's key by name and by where the module lies in memory.
+
+    A name that has two values in two modules gives a process one of several keys: some compile what lies on disk.
+    """
+    for name in KERNELS[module]:
+        kernel = getattr(importlib.import_module(f"kilat.backends.{module}"), name)
+        assert kernel.cache_key
+        values: dict[str, set[str]] = {}
+        for (constant, _), (value, _) in kernel.used_global_vals.items():
+            values.setdefault(constant, set()).add(str(value))
+        assert {constant: found for constant, found in values.items() if len(found) > 1} == {}
 
 
 def test_other_errors_are_no_damage() -> None:
