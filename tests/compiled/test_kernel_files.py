@@ -166,3 +166,16 @@ def test_too_much_asked_of_a_gpu(what: str) -> None:
         pytest.raises(OutOfResources, match=f"{what}, Required: {needed}"),
     ):
         _compat._loaded(kernel, 0)
+
+
+def test_loaded_once() -> None:
+    """A kernel that many plans share takes memory of a GPU once; another of the same name has its own."""
+    kernels = [SimpleNamespace(name="f", kernel=b"", metadata=SimpleNamespace(shared=0, num_warps=4)) for _ in range(2)]
+    load = mock.Mock(side_effect=[(1, function, 3, 0, 128) for function in (16, 32, 48)])
+    utils = mock.Mock(get_device_properties=lambda device: {"max_shared_mem": 0}, load_binary=load)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    with mock.patch.object(_compat.triton.runtime, "driver", driver):
+        for _ in range(2):
+            found = [_compat._loaded(kernel, device) for kernel, device in zip(kernels[:1] * 2, (0, 1), strict=True)]
+            assert [*found, _compat._loaded(kernels[1], 0)] == [16, 32, 48]
+    assert load.call_count == 3

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kilat.backends.gluon import heuristics
 from kilat.backends.gluon._compat import aggregate
 from kilat.backends.gluon.backward_boxes import load_cleared, load_rows, scores_of
 from kilat.backends.gluon.backward_parts import (
@@ -34,7 +35,7 @@ from kilat.backends.gluon.backward_parts import (
     take_place,
 )
 
-BLOCK_Q = gl.constexpr(128)
+BLOCK_Q = gl.constexpr(heuristics.DQ_BLOCK_Q)
 STAGES = gl.constexpr(3)
 
 
