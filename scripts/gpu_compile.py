@@ -1,10 +1,11 @@
 """What compiling costs on a GPU: `python scripts/gpu_compile.py --json FILE` prints a table and writes it.
 
 Each row is a kind of Problem, measured in processes of its own, after torch has started CUDA: the first forward and
-backward with an empty cache of Triton's; again in new processes that find the kernels on disk, where Triton is imported
-by the first call (as for a user) or before it; and which kernels further lengths and batches compile. That must be
-none, but for full attention in Gluon: its backward has a kernel of its own for multiples of 128 keys. The goals: cold
-10 s, warm 0.3 s. Rows that FILE has of the same revision are not measured again.
+backward with empty caches; again in new processes that find the kernels on disk, where Triton is not imported before
+the first call, as for a user, nor by it ("by Triton: no", see `gluon/ready.py`), or where it is; and which kernels
+further lengths and batches compile. That must be none, but for full attention in Gluon: its backward has a kernel of
+its own for multiples of 128 keys. The goals: cold 10 s, warm 0.3 s. Rows that FILE has of the same revision are not
+measured again.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def measure(name: str, imported: bool) -> dict[str, Any]:
     if row.get("backward", True):
         made = forward(*SHAPE, True)
         found["backward"] = timed(lambda: backward(*made))
+    found["without_triton"] = "triton" not in sys.modules
     import triton
 
     compiled: list[str] = []
@@ -91,9 +93,10 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def in_new_process(name: str, cache: Path, *options: str) -> dict[str, Any]:
-    """`measure` in a process whose Triton keeps its files in `cache`."""
+    """`measure` in a process whose kilat and Triton keep their files in `cache`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", name, *options]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    caches = {"TRITON_CACHE_DIR": str(cache), "KILAT_CACHE_DIR": str(cache / "kilat")}
+    environment = {**os.environ, **caches}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         raise RuntimeError(f"measuring {name} must end well; got\n{done.stderr[-2000:]}")
@@ -112,6 +115,7 @@ def row_of(name: str, processes: int = WARM) -> dict[str, Any]:
         "kernels": kernels,
         "cold": seconds([cold]),
         "warm": seconds(warm),
+        "warm_without_triton": all(run["without_triton"] for run in warm),
         "warm_triton_imported": seconds(imported),
         "compiled_for_other_lengths": cold["other_lengths"],
     }
@@ -125,7 +129,18 @@ def seconds(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows, aligned."""
-    head = ("", "kernels", "cold fwd", "bwd", "warm fwd", "bwd", "imported fwd", "bwd", "other lengths compile")
+    head = (
+        "",
+        "kernels",
+        "cold fwd",
+        "bwd",
+        "warm fwd",
+        "bwd",
+        "by Triton",
+        "imported fwd",
+        "bwd",
+        "other lengths compile",
+    )
     lines = [head]
     for row in rows:
         figures = [
@@ -133,6 +148,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             for kind in ("cold", "warm", "warm_triton_imported")
             for part in ("forward", "backward")
         ]
+        figures.insert(4, "no" if row["warm_without_triton"] else "yes")
         others = ", ".join(row["compiled_for_other_lengths"]) or "nothing"
         lines.append((row["name"], str(row["kernels"]), *figures, others))
     widths = [max(len(line[n]) for line in lines) for n in range(len(head))]

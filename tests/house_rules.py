@@ -49,7 +49,7 @@ DSL_OWNERS = {
     "triton": ("backends.triton", "backends.gluon"),
     "cuda": ("backends.cutile",),
 }
-SHARED_BACKEND_MODULES = frozenset({"protocol", "registry", "common", "kernel_files"})
+SHARED_BACKEND_MODULES = frozenset({"protocol", "registry", "common", "kernel_files", "store"})
 
 # Signatures that somebody else fixed: the public API is a contract, torch and typer prescribe how they call back.
 PROTOCOL_METHODS = frozenset({"__array_ufunc__", "__array_function__", "__torch_function__", "__torch_dispatch__"})

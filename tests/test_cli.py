@@ -127,16 +127,16 @@ def test_cache_show_and_clear(
     monkeypatch.setenv("KILAT_CACHE_DIR", str(tmp_path))
     assert config.cache_dir() == tmp_path
     assert run_json(capsys, "cache", "show", "--json") == {"folder": str(tmp_path), "bytes": 0, "files": []}
-    from kilat.backends.cpu import jit
+    from kilat.backends import store
 
-    kernel, other = tmp_path / f"x{jit._SUFFIX}", tmp_path / "notes.txt"
-    for path in (kernel, other):
+    kernels, other = [tmp_path / f"x{end}" for end in (store.CPU_SUFFIX, store.GPU_SUFFIX)], tmp_path / "notes.txt"
+    for path in (*kernels, other):
         path.write_bytes(b"0123456789")
-    assert run_json(capsys, "cache", "show", "--json")["bytes"] == 10
+    assert run_json(capsys, "cache", "show", "--json")["bytes"] == 20
     assert run("cache", "show") == 0
-    assert "1 compiled kernels, 10 B" in capsys.readouterr().out
-    assert run_json(capsys, "cache", "clear", "--json") == {"removed": 1, "bytes": 10}
-    assert not kernel.exists()
+    assert "2 compiled kernels, 20 B" in capsys.readouterr().out
+    assert run_json(capsys, "cache", "clear", "--json") == {"removed": 2, "bytes": 20}
+    assert not any(kernel.exists() for kernel in kernels)
     assert other.exists()
     monkeypatch.setenv("KILAT_CACHE_DIR", str(other))
     assert run("cache", "show") == 2

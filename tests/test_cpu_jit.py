@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kilat import config
+from kilat.backends import store
 from kilat.backends.cpu import isa as isa_module
 from kilat.backends.cpu import jit, pool
 from kilat.backends.cpu.emit import I64, PTR, Module
@@ -128,7 +129,7 @@ def test_tiles_need_the_permission_of_the_system(monkeypatch: pytest.MonkeyPatch
 def test_a_kernel_compiles_once_and_then_loads(cache: Path) -> None:
     assert compile_again() == ("compiled", 101)
     (entry,) = cache.iterdir()
-    assert list(jit.cache_entries()) == [entry]
+    assert list(store.entries()) == [entry]
     assert compile_again() == ("loaded", 101)
 
     def never() -> str:
@@ -183,7 +184,7 @@ def test_without_a_writable_folder_kernels_still_run(cache: Path, monkeypatch: p
     cache.write_text("a file where the folder should be")
     assert compile_again() == ("compiled", 101)
     assert compile_again() == ("compiled", 101)
-    assert list(jit.cache_entries()) == []
+    assert list(store.entries()) == []
     monkeypatch.setenv("KILAT_CACHE_DIR", "/proc/nowhere")
     assert compile_again() == ("compiled", 101)
 

@@ -28,6 +28,7 @@ class Library:
         self.launched: list[tuple[Any, ...]] = []
         self.maps: list[Any] = []
         self.entered: list[Any] = []
+        self.set: list[Any] = []
         self.cuLaunchKernelEx = LAUNCH(self._launch)
 
     def _launch(self, config: int, function: int, arguments: int, extra: int | None) -> int:
@@ -57,6 +58,34 @@ class Library:
 
     def cuCtxSetCurrent(self, context: Any) -> int:
         self.entered.append(context.value)
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.entered[-1] if self.entered else None
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        value._obj.value = {75: 9, 76: 0, 97: 232_448}[attribute] + 100 * (device.value - 3)
+        return 0
+
+    def cuModuleLoadData(self, module: Any, data: bytes) -> int:
+        module._obj.value = len(data)
+        return self.codes.pop(0) if self.codes else 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = {b"f": 48, b"static": 64}[name] if module.value == 5 else None
+        return 0
+
+    def cuFuncGetAttribute(self, value: Any, attribute: int, function: Any) -> int:
+        value._obj.value = {0: 384, 1: 1000 if function.value == 64 else 0}[attribute]
+        return 0
+
+    def cuFuncSetCacheConfig(self, function: Any, config: int) -> int:
+        self.set.append((function.value, config))
+        return 0
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        self.set.append((function.value, attribute, value))
         return 0
 
 
@@ -171,3 +200,26 @@ def test_tensor_maps(library: Library) -> None:
     for n in range(3 * common.MAX_MAPS):
         maps.of(16 * n)
     assert len(maps._known) <= common.MAX_MAPS
+
+
+def test_loading(library: Library) -> None:
+    """In the device's context, and with all of its shared memory where more is wanted than it gives unasked."""
+    assert common.load(b"12345", "f", 384, 49_152, 3) == Kernel("f", 48, 384, 49_152, 3)
+    assert library.entered == [103]
+    assert library.set == []
+    for name, function, static in (("f", 48, 0), ("static", 64, 1000)):
+        assert common.load(b"12345", name, 384, 49_153, 3).function == function
+        assert library.set == [(function, 1), (function, 8, 232_448 - static)]
+        library.set.clear()
+    assert library.entered == [103]
+    assert (common.attribute(3, common.MAJOR), common.attribute(3, common.MINOR)) == (9, 0)
+
+
+def test_what_is_not_loaded(library: Library) -> None:
+    with pytest.raises(RuntimeError, match=r"f needs 384 threads and 232449 bytes.*; got 384 and 232448"):
+        common.load(b"12345", "f", 384, 232_449, 3)
+    with pytest.raises(RuntimeError, match=r"f needs 385 threads"):
+        common.load(b"12345", "f", 385, 0, 3)
+    library.codes = [200]
+    with pytest.raises(RuntimeError, match=r"load f; got CUDA_ERROR_OF_A_TEST \(200\)"):
+        common.load(b"12345", "f", 384, 0, 3)

@@ -27,6 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         return {
             "import_kilat": 0.5,
             "forward": float(len(calls)),
+            "without_triton": name.startswith("gluon") and len(calls) > 1,
             "other_lengths": list(module.ROWS[name].get("variants", [])),
         }
 
@@ -48,7 +49,7 @@ def test_table_and_document(
     file = tmp_path / "compile.json"
     assert run(script, monkeypatch, "--rows", "gluon d256 causal,gluon d128 full", "--json", str(file)) == 0
     _, first, second = capsys.readouterr().out.splitlines()
-    assert " ".join(first.split()) == "gluon d256 causal 1 1.00 s - 3.00 s - 6.00 s - nothing"
+    assert " ".join(first.split()) == "gluon d256 causal 1 1.00 s - 3.00 s - no 6.00 s - nothing"
     assert second.split()[-1] == "backward_kernel"
     assert script.calls[:7] == [("gluon d256 causal",)] * 4 + [("gluon d256 causal", "--imported")] * 3
     document = json.loads(file.read_text())
@@ -58,7 +59,7 @@ def test_table_and_document(
 
 
 def test_a_length_that_compiles_fails(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"forward": 1.0, "other_lengths": ["forward_kernel"]}
+    found = {"forward": 1.0, "without_triton": False, "other_lengths": ["forward_kernel"]}
     monkeypatch.setattr(script, "in_new_process", lambda *_: found)
     assert run(script, monkeypatch, "--rows", "triton d128 causal") == 1
 

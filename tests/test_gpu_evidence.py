@@ -309,7 +309,7 @@ def test_compile_times_go_on_where_the_file_ends(tmp_path: Path, monkeypatch: py
         measured.append(name)
         figures = {"forward": 1.0}
         kinds = dict.fromkeys(("cold", "warm", "warm_triton_imported"), figures)
-        return {"name": name, "kernels": 1, **kinds, "compiled_for_other_lengths": []}
+        return {"name": name, "kernels": 1, **kinds, "warm_without_triton": True, "compiled_for_other_lengths": []}
 
     monkeypatch.setattr(gpu_compile, "row_of", row)
     names = list(gpu_evidence.COMPILE_ROWS)

@@ -8,6 +8,7 @@
 | `KILAT_CHECK_VALUES` | 1 checks lengths, offsets, page tables that live on a GPU, which stalls its stream; default 0 |
 | `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`, `..._DIR` | flash-attn-4's own; a benchmark sets them where they are unset |
 | `TRITON_INTERPRET` | Triton's own: 1 runs its kernels in an interpreter, on CPU tensors; default 0 |
+| others of Triton's | where one is set that may change kernels, none is loaded without Triton (`triton_settings`) |
 """
 
 from __future__ import annotations
@@ -17,6 +18,22 @@ from pathlib import Path
 
 CPU_ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
 """Instruction sets that CPU kernels are written for, the fastest first."""
+
+_OF_TRITON = (
+    *("TRITON_", "MLIR_", "NVPTX_", "PTXAS_", "STORE_", "DISABLE_LLVM_", "DISABLE_MMA_", "DISABLE_PTXAS_", "LLVM_IR_"),
+    *("LLVM_ENABLE_TIMING", "LLVM_EXTRACT_DI_", "LLVM_PASS_PLUGIN_PATH", "ALLOW_LHS_TMEM_", "USE_IR_LOC"),
+)
+"""Beginnings of the names that Triton 3.6 to 3.9 reads."""
+
+_OF_NO_KERNEL = frozenset(
+    f"TRITON_{name}"
+    for name in (
+        *("CACHE_DIR", "HOME", "DUMP_DIR", "OVERRIDE_DIR", "LIBCUDA_PATH", "CUDACRT_PATH", "CUDART_PATH"),
+        *("CUPTI_LIB_PATH", "CUPTI_LIB_BLACKWELL_PATH", "CUOBJDUMP_PATH", "NVDISASM_PATH", "PTXAS_BLACKWELL_PATH"),
+        *("CACHE_AUTOTUNING", "PRINT_AUTOTUNING", "PROFILE_BUFFER_SIZE"),
+    )
+)
+"""Of these, what says where files lie, or is about other things than a Hopper kernel."""
 
 
 def cache_dir() -> Path:
@@ -64,3 +81,9 @@ def check_values() -> bool:
 def triton_interprets() -> bool:
     """Whether Triton's kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
+
+
+def triton_settings() -> dict[str, str]:
+    """The environment variables through which Triton may compile other kernels, or keep them elsewhere."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_OF_TRITON)}
+    return {name: value for name, value in found.items() if name not in _OF_NO_KERNEL}

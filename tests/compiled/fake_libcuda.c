@@ -62,6 +62,9 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
 }
 int cuDeviceGet(int *device, int number) { return *device = number, 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return *value = 232448, 0; }
+int cuCtxGetDevice(int *device) { return *device = 0, 0; }
+int cuModuleUnload(void *module) { return 0; }
+int cuStreamIsCapturing(void *stream, int *status) { return *status = 0, 0; }
 int cuCtxGetCurrent(void **context) { return *context = (void *)1, 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)1, 0; }

@@ -22,7 +22,7 @@ pytest.importorskip("triton.experimental.gluon")
 import torch
 from compiled import fake_gpu
 
-from kilat.backends.gluon import _compat, launching
+from kilat.backends.gluon import _compat, launching, ready
 
 HEADER = Path(sysconfig.get_paths()["include"]) / "Python.h"
 FORWARD, BEFORE, MAIN, AFTER = "forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel"
@@ -80,14 +80,14 @@ def compiled(**metadata: Any) -> Any:
 
 
 def test_arguments() -> None:
-    assert _compat.arguments_of(compiled(), ["x", 5, 64]) == [
+    assert ready.packed(_compat.parameters_of(compiled()), ["x", 5, 64]) == [
         (0, None), (1, b"\5\0\0\0"), (-1, bytes(8)), (-1, bytes(8))
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [{"num_ctas": 2}, {"global_scratch_size": 64}, {"launch_pdl": True}])
 def test_kernels_that_need_more(change: dict[str, Any]) -> None:
-    with pytest.raises(_compat.UnexpectedError, match=next(iter(change))):
+    with pytest.raises(ready.UnexpectedError, match=next(iter(change))):
         _compat.kernel_of(compiled(**change), 0)
 
 
@@ -100,8 +100,8 @@ def test_unknown_arguments(break_it: str) -> None:
         kernel.asm.clear()
     else:
         kernel.src.signature["n"] = "i64"
-    with pytest.raises(_compat.UnexpectedError):
-        _compat.arguments_of(kernel, ["x", 5, 64])
+    with pytest.raises(ready.UnexpectedError):
+        _compat.parameters_of(kernel)
 
 
 def test_triton_launches_what_is_unknown() -> None:
@@ -111,7 +111,7 @@ def test_triton_launches_what_is_unknown() -> None:
     with (
         mock.patch.object(torch.Tensor, "get_device", return_value=0),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
-        mock.patch.object(launching, "launch_through_triton", launched),
+        mock.patch.object(_compat, "launch_through_triton", launched),
         mock.patch.object(_compat.kernel_files, "check") as checked,
     ):
         with pytest.warns(RuntimeWarning, match="num_ctas must be 1; got 2"):

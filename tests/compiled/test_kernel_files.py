@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -114,6 +115,33 @@ def test_the_key_is_that_of_triton() -> None:
     assert cache.triton_key() == done.stdout.strip()
 
 
+KERNELS = {
+    "gluon.forward": ["forward_kernel"],
+    "gluon.backward": ["backward_kernel"],
+    "gluon.backward_broad": ["backward_broad_kernel"],
+    "gluon.backward_dq": ["backward_dq_kernel"],
+    "gluon.backward_rows": ["prepare_kernel", "finish_kernel"],
+    "triton.forward": ["forward_kernel"],
+    "triton.backward": ["delta_kernel", "keys_kernel", "queries_kernel"],
+    "triton.backward_scores": ["bias_kernel", "table_kernel"],
+}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_keys_do_not_depend_on_addresses(module: str) -> None:
+    """Triton sorts the constants in a kernel's key by name and by where the module lies in memory.
+
+    A name that has two values in two modules gives a process one of several keys: some compile what lies on disk.
+    """
+    for name in KERNELS[module]:
+        kernel = getattr(importlib.import_module(f"kilat.backends.{module}"), name)
+        assert kernel.cache_key
+        values: dict[str, set[str]] = {}
+        for (constant, _), (value, _) in kernel.used_global_vals.items():
+            values.setdefault(constant, set()).add(str(value))
+        assert {constant: found for constant, found in values.items() if len(found) > 1} == {}
+
+
 def test_other_errors_are_no_damage() -> None:
     others = [
         TypeError("x"),
@@ -138,3 +166,16 @@ def test_too_much_asked_of_a_gpu(what: str) -> None:
         pytest.raises(OutOfResources, match=f"{what}, Required: {needed}"),
     ):
         _compat._loaded(kernel, 0)
+
+
+def test_loaded_once() -> None:
+    """A kernel that many plans share takes memory of a GPU once; another of the same name has its own."""
+    kernels = [SimpleNamespace(name="f", kernel=b"", metadata=SimpleNamespace(shared=0, num_warps=4)) for _ in range(2)]
+    load = mock.Mock(side_effect=[(1, function, 3, 0, 128) for function in (16, 32, 48)])
+    utils = mock.Mock(get_device_properties=lambda device: {"max_shared_mem": 0}, load_binary=load)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    with mock.patch.object(_compat.triton.runtime, "driver", driver):
+        for _ in range(2):
+            found = [_compat._loaded(kernel, device) for kernel, device in zip(kernels[:1] * 2, (0, 1), strict=True)]
+            assert [*found, _compat._loaded(kernels[1], 0)] == [16, 32, 48]
+    assert load.call_count == 3

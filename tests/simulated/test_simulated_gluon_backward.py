@@ -220,12 +220,12 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
         "load_cleared(v_desc, v2_desc, at_keys, r.raw, raws,"),
     "narrow-no-wait-for-ds": (
         NARROW, backward_narrow.turn,
-        "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)", "pass"),
+        "mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS_NARROW), ((t - 1) // BUFFERS_NARROW) & 1)", "pass"),
     "narrow-no-wait-for-q": (
         NARROW, backward_narrow.turn,
         "if not LAST:\n        mbarrier.wait(r.q_full.index(stage_after), phase_after)", "if not LAST:"),
     "narrow-two-buffers": (
-        Setting(1024, 128, dim=64), backward_narrow.turn, "slot = t % BUFFERS", "slot = t % 2"),
+        Setting(1024, 128, dim=64), backward_narrow.turn, "slot = t % BUFFERS_NARROW", "slot = t % 2"),
     "narrow-frees-twice": (
         NARROW, backward_narrow.turn,
         "mbarrier.arrive(r.free.index(stage), count=1)", "mbarrier.arrive(r.free.index(stage), count=2)"),

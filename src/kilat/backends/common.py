@@ -25,6 +25,13 @@ MAX_BLOCKS = 128
 """Packed arguments kept of one kernel, two KiB each; further addresses are written over those used last, so that a
 round through too many addresses still finds most of them."""
 
+MAJOR, MINOR = 75, 76
+"""Attributes of a device: its compute capability."""
+
+_MAX_SHARED = 97  # attribute of a device: bytes of shared memory that a CTA may ask for
+_MAX_THREADS, _STATIC_SHARED, _DYNAMIC_SHARED = 0, 1, 8  # attributes of a function
+_PREFER_SHARED = 1
+_ORDINARY_SHARED = 48 << 10  # bytes that a CTA gets without asking
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _STREAM = 32  # where the stream stands in a CUlaunchConfig
 _CONFIG = struct.Struct("<IIIIIIIxxxxQQIxxxx")  # CUlaunchConfig; stream, attributes and their number come last
@@ -79,6 +86,33 @@ class Kernel(NamedTuple):
     threads: int
     shared: int  # bytes
     device: int
+
+
+def attribute(device: int, number: int) -> int:
+    """An attribute of a device; raises RuntimeError with the driver's error."""
+    found = ctypes.c_int()
+    check(driver().cuDeviceGetAttribute(ctypes.byref(found), number, _device(device)), "tell about a device")
+    return found.value
+
+
+def load(cubin: bytes, name: str, threads: int, shared: int, device: int) -> Kernel:
+    """Machine code made ready to start on a device, for good; raises RuntimeError where the device does not take it."""
+    library, context, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    check(library.cuCtxGetCurrent(ctypes.byref(context)), "tell the context")
+    if not context.value:
+        _enter(device)
+    check(library.cuModuleLoadData(ctypes.byref(module), cubin), f"load {name}")
+    check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find {name}")
+    available, static, most = attribute(device, _MAX_SHARED), ctypes.c_int(), ctypes.c_int()
+    check(library.cuFuncGetAttribute(ctypes.byref(most), _MAX_THREADS, function), f"tell about {name}")
+    if shared > available or threads > most.value or not function.value:
+        needs, has = f"{threads} threads and {shared} bytes of shared memory", f"{most.value} and {available}"
+        raise RuntimeError(f"{name} needs {needs}; got {has}")
+    if shared > _ORDINARY_SHARED:
+        check(library.cuFuncSetCacheConfig(function, _PREFER_SHARED), f"prepare {name}")
+        check(library.cuFuncGetAttribute(ctypes.byref(static), _STATIC_SHARED, function), f"tell about {name}")
+        check(library.cuFuncSetAttribute(function, _DYNAMIC_SHARED, available - static.value), f"prepare {name}")
+    return Kernel(name, function.value, threads, shared, device)
 
 
 class Changing(NamedTuple):
@@ -181,10 +215,16 @@ def _rounded(size: int) -> int:
 
 def _enter(device: int) -> None:
     """Make the device's primary context, in which torch works too, current in this thread."""
-    library, number, context = driver(), ctypes.c_int(), ctypes.c_void_p()
-    check(library.cuDeviceGet(ctypes.byref(number), device), f"find device {device}")
-    check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), f"use device {device}")
+    library, context = driver(), ctypes.c_void_p()
+    check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), _device(device)), f"use device {device}")
     check(library.cuCtxSetCurrent(context), f"use device {device}")
+
+
+def _device(number: int) -> ctypes.c_int:
+    """The driver's name of a device."""
+    found = ctypes.c_int()
+    check(driver().cuDeviceGet(ctypes.byref(found), number), f"find device {number}")
+    return found
 
 
 class Tiled(NamedTuple):

@@ -15,18 +15,19 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kilat import config
+from kilat.backends import store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DIGEST = "kilat.sha256"
 READ = (".json", ".ptx", ".cubin", ".hsaco")
 """Ends of the names of files that a launch depends on."""
 
-INSTALLATION = "kilat-installation.json"
-"""What `shorten` keeps in Triton's cache folder."""
-
-_HASHED = ("compiler", "backends", "language", "_C")
-"""Folders of Triton whose files stand in its keys."""
-
+_MAGIC = b"kilat triton 1\n"
 _REFUSED = re.compile(r"image is invalid|symbol not found|invalid PTX|PTX.*invalid|invalid source|INVALID_IMAGE")
 
 
@@ -79,11 +80,22 @@ def warn(name: str, error: Exception) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
+class Installation(NamedTuple):
+    """What Triton is made of.
+
+    key is its own digest of itself, which stands in the key of each kernel that it keeps; digest covers all of its
+    Python, Gluon included, and its assembler.
+    """
+
+    key: str
+    digest: str
+
+
 def shorten(cache: Any) -> None:
     """Let `triton_key` of Triton's module `cache` find its value in a file, instead of hashing its installation.
 
     That takes 0.3 s in each process, for libtriton.so alone has hundreds of megabytes. The value is the same: it is
-    taken from the file while inode, size, mtime and ctime of everything that Triton hashes are what they were; a file
+    taken from the file while inode, size, mtime and ctime of everything that was hashed are what they were; a file
     that is written to gets another ctime.
     """
     real = getattr(cache, "triton_key", None)
@@ -92,33 +104,63 @@ def shorten(cache: Any) -> None:
 
     @functools.lru_cache(maxsize=1)
     def triton_key() -> str:
-        if not cache.knobs.cache.dir:
-            return real()
-        state, file = _state(Path(cache.__file__).parents[1]), Path(cache.knobs.cache.dir) / INSTALLATION
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(file.read_text(encoding="utf-8"))
-            if known["state"] == state:
-                return str(known["key"])
-        key = real()
-        with contextlib.suppress(OSError):  # a folder that cannot be written to: hashed again in the next process
-            file.parent.mkdir(parents=True, exist_ok=True)
-            own = file.with_name(f"{INSTALLATION}.{os.getpid()}")
-            own.write_text(json.dumps({"state": state, "key": key}), encoding="utf-8")
-            own.replace(file)
-        return key
+        root = Path(cache.__file__).parents[1]
+        known = _imported["triton"] = installation(root) or _remembered(root, real)
+        return known.key
 
     setattr(triton_key, "shortened", True)  # noqa: B010 (pyright: functions have no such attribute)
     cache.triton_key = triton_key
 
 
+_imported: dict[str, Installation] = {}
+
+
+def imported() -> Installation | None:
+    """The Triton of this process, as far as it has been asked for its key."""
+    return _imported.get("triton")
+
+
+def installation(root: Path) -> Installation | None:
+    """What was remembered of the Triton in a folder; None if it was never hashed here, or is not what it was then."""
+    content = store.read(_place(root), _MAGIC)
+    if content is None:
+        return None
+    known = json.loads(content)
+    return Installation(known["key"], known["digest"]) if known["state"] == _state(root) else None
+
+
+def _remembered(root: Path, real: Callable[[], str]) -> Installation:
+    """What Triton is made of, hashed, and kept for other processes."""
+    state, key = _state(root), real()
+    digest = hashlib.sha256(key.encode())
+    for file in _files(root):
+        if not file.name.startswith("libtriton"):  # its hash stands in the key
+            digest.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
+    found = Installation(key, digest.hexdigest())
+    store.write(_place(root), _MAGIC, json.dumps({"state": state, **found._asdict()}).encode())
+    return found
+
+
+def _place(root: Path) -> Path:
+    name = hashlib.sha256(str(root).encode()).hexdigest()[:20]
+    return config.cache_dir() / f"triton-{name}{store.GPU_SUFFIX}"
+
+
+def _files(root: Path) -> list[Path]:
+    """The files of a Triton that shape Hopper kernels."""
+    nvidia, found = root / "backends" / "nvidia", list[Path]()
+    for folder, _, names in os.walk(root):
+        found += [Path(folder, name) for name in names if name.endswith(".py") or name.startswith("libtriton")]
+    return sorted([*found, *(nvidia / "bin").glob("ptxas"), *(nvidia / "lib").glob("*.bc")])
+
+
 def _state(root: Path) -> str:
     """A digest of what the file system says about Triton's files."""
-    files = [root / "runtime" / "cache.py"]
-    for folder in _HASHED:
-        files += [x for x in sorted((root / folder).rglob("*")) if x.suffix == ".py" or x.name.startswith("libtriton")]
-    facts = [(str(file), *_facts(file.stat())) for file in files]
+    facts = [(str(file), *facts_of(file)) for file in _files(root)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _facts(x: os.stat_result) -> tuple[int, ...]:
+def facts_of(file: Path) -> tuple[int, ...]:
+    """Inode, size, mtime and ctime; raises OSError where there is no such file."""
+    x = file.stat()
     return x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns

@@ -12,13 +12,13 @@ app = typer.Typer(help="Show or clear the compiled kernels on disk.", no_args_is
 
 
 def cache_files() -> list[Path]:
-    """Return the object files of the cache folder, oldest name order; none if there is no folder."""
-    from kilat.backends.cpu.jit import cache_entries
+    """Return the files of compiled kernels in the cache folder, in the order of names; none if there is no folder."""
+    from kilat.backends.store import entries
     from kilat.config import cache_dir
 
     if cache_dir().is_file():
         raise ValueError(f"KILAT_CACHE_DIR must name a folder, or one to be made; got the file {str(cache_dir())!r}")
-    return list(cache_entries())
+    return list(entries())
 
 
 @app.command("show")

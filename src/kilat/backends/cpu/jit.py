@@ -8,15 +8,12 @@ never meets a stale object. Entries are written by rename and carry a length and
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
-import struct
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,14 +24,13 @@ import llvmlite.binding as llvm
 
 from kilat import config
 from kilat._version import __version__
+from kilat.backends import store
 from kilat.backends.cpu.isa import Isa
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
 _MAGIC = b"kilat object 1\n"
-_HEADER = struct.Struct(f"<{len(_MAGIC)}sQ32s")  # magic, length, SHA-256
-_SUFFIX = ".kilat-o"
 _OPT = 2
 # Sources whose text shapes the kernels: this package, and what it traces into IR.
 _SOURCES = ("backends/cpu/*.py", "masks/*.py", "scores/*.py", "symbolic*.py", "symbolic/*.py")
@@ -100,15 +96,15 @@ def compile_module(build: Callable[[], str], name: str, exports: Sequence[str], 
 def _compile_or_load(build: Callable[[], str], name: str, exports: Sequence[str], isa: Isa) -> dict[str, int]:
     start = time.perf_counter()
     digest = _key(name, isa)
-    path = config.cache_dir() / (digest + _SUFFIX)
-    code = _read(path)
+    path = config.cache_dir() / (digest + store.CPU_SUFFIX)
+    code = store.read(path, _MAGIC)
     from_disk = code is not None
     if code is None:
         try:
             code = compile_object(build(), isa)
         except RuntimeError as error:
             raise RuntimeError(f"LLVM refuses the kernel {name!r} for {isa.name}: {error}") from error
-        _write(path, code)
+        store.write(path, _MAGIC, code)
     built = time.perf_counter()
     result = _link(code, digest, exports)
     done = time.perf_counter()
@@ -195,41 +191,3 @@ def _key(name: str, isa: Isa) -> str:
         digest.update(f"{len(part)} {part}\n".encode())
     readable = re.sub(r"[^A-Za-z0-9]+", "_", name)[:40].strip("_")
     return f"{digest.hexdigest()[:40]}-{isa.name}-{readable}"
-
-
-def _read(path: Path) -> bytes | None:
-    """The object at path; None if there is none, or none that is whole."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    if len(data) < _HEADER.size:
-        return None
-    magic, length, checksum = _HEADER.unpack_from(data)
-    code = data[_HEADER.size :]
-    whole = magic == _MAGIC and length == len(code) and checksum == hashlib.sha256(code).digest()
-    return code if whole else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Store an object by rename, so that no reader sees half of one; without a writable folder it is not stored."""
-    header = _HEADER.pack(_MAGIC, len(code), hashlib.sha256(code).digest())
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(header + code)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-
-
-def cache_entries() -> Iterator[Path]:
-    """The object files in the cache folder."""
-    folder = config.cache_dir()
-    if folder.is_dir():
-        yield from sorted(folder.glob("*" + _SUFFIX))

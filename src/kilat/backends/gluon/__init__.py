@@ -63,12 +63,16 @@ class GluonBackend:
 
     def _beyond_the_problem(self, problem: Problem) -> list[str]:
         """Reasons that lie in the installation."""
+        kernels = _module("forward_launch").KERNELS
+        if problem.needs_grad:
+            kernels += _module("backward_launch").KERNELS
+        if _module("ready").are_there(kernels[0]):
+            return []
         try:
             if _capabilities(problem.device):
                 _module("_compat").hashing()  # meanwhile the kernels are imported
-            _module("forward_launch")
-            if problem.needs_grad:
-                _module("backward_launch")
+            for kernel in kernels:
+                importlib.import_module(kernel.partition(":")[0])
         except ImportError as error:
             return [f"the gluon backend cannot be imported: {error}"]
         return []

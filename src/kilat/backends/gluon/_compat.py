@@ -14,26 +14,32 @@ against the kernel's own PTX, and where it does not fit Triton's launcher does t
 # pyright: basic, reportRedeclaration=false, reportAssignmentType=false
 from __future__ import annotations
 
+import importlib
 import re
-import struct
 from contextlib import nullcontext
 from functools import lru_cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.runtime.cache
 from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
 from kilat.backends import kernel_files
-from kilat.backends.common import MAP_BYTES, POINTER_BYTES, Kernel, Tiled
+from kilat.backends.common import Kernel
+from kilat.backends.gluon import ready
+from kilat.backends.gluon.ready import Parameter, UnexpectedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kilat.backends.gluon.launching import Box
 
 kernel_files.shorten(triton.runtime.cache)
 
@@ -62,10 +68,29 @@ if async_reduce_add is None:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-def has_hooks() -> bool:
-    """Whether somebody (a profiler, say) wants to be called before or after launches: Triton's launcher does that."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+def function(kernel: Any) -> Any:
+    """The jitted function of a kernel that is called "module:function", or is one."""
+    if not isinstance(kernel, str):
+        return kernel
+    module, name = kernel.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def descriptor(box: Box, x: torch.Tensor) -> TensorDescriptor:
+    """What Triton is given for a tensor that a kernel sees in boxes."""
+    if box.swizzled:
+        layout: Any = gl.NVMMASharedLayout.get_default_for(box.block_shape, _DTYPES[x.dtype])
+    else:
+        bits = 8 * x.element_size()
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=len(box.block_shape))
+    return TensorDescriptor(x, box.shape, box.strides, box.block_shape, layout)
 
 
 def launch_through_triton(compiled: Any, grid: int, stream: int, arguments: Sequence[Any]) -> None:
@@ -103,14 +128,10 @@ def compiled(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], *, 
     return made
 
 
-_SCALARS = {"i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d"}
+_FORMATS = {"i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _PLAIN = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}
 _PLAIN |= {"launch_cooperative_grid": False, "launch_pdl": False}
 """Metadata of kernels that need nothing but arguments, and what it must be."""
-
-
-class UnexpectedError(Exception):
-    """A compiled kernel is not what this module expects: only Triton's own launcher can launch it."""
 
 
 def kernel_of(compiled: Any, device: int) -> Kernel:
@@ -125,11 +146,17 @@ def kernel_of(compiled: Any, device: int) -> Kernel:
     return Kernel(metadata.name, function, 32 * metadata.num_warps, metadata.shared, device)
 
 
+_handles: dict[tuple[int, int], tuple[Any, Any]] = {}
+"""Kernels of Triton's that were loaded, and the driver's handles, by id and device: plans share them."""
+
+
 def _loaded(compiled: Any, device: int) -> Any:
     """The driver's handle of a kernel, without the launcher that Triton makes: 3.6 needs a C compiler for each.
 
     Raises OutOfResources if this GPU lacks shared memory or registers for it.
     """
+    if (id(compiled), device) in _handles:
+        return _handles[id(compiled), device][1]
     hooks = (knobs.runtime.kernel_load_start_hook, knobs.runtime.kernel_load_end_hook)
     if any(getattr(hook, "calls", hook) for hook in hooks):
         compiled._init_handles()
@@ -142,51 +169,68 @@ def _loaded(compiled: Any, device: int) -> Any:
     _, function, _, _, threads = utils.load_binary(compiled.name, compiled.kernel, needed, device)
     if 32 * compiled.metadata.num_warps > threads:
         raise OutOfResources(32 * compiled.metadata.num_warps, threads, "threads")
+    _handles[id(compiled), device] = compiled, function
     return function
 
 
-def arguments_of(compiled: Any, given: Sequence[Any]) -> list[tuple[int, bytes | Tiled | None]]:
-    """The C arguments of a kernel: bytes, a tensor map to be made, or None for an address; each with its parameter.
-
-    `given` are all parameters in order, a Box where the kernel wants a descriptor. Raises UnexpectedError if the
-    result is not what the kernel's PTX says.
-    """
+def parameters_of(compiled: Any) -> tuple[Parameter, ...]:
+    """What a kernel wants of its arguments; raises UnexpectedError if that is not what its PTX says."""
     signature, descriptors = compiled.src.signature.items(), iter(compiled.metadata.tensordesc_meta or ())
-    found: list[tuple[int, bytes | Tiled | None]] = []
-    for n, ((name, kind), value) in enumerate(zip(signature, given, strict=True)):
-        if kind == "constexpr":
-            continue
+    found: list[Parameter] = []
+    for n, (name, kind) in enumerate(signature):
         if kind.startswith("tensordesc"):
-            tiled = _tiled(next(descriptors, None), value)
-            found += [(n, tiled), *((n, struct.pack("<i", x)) for x in tiled.shape)]
-            found += [(n, struct.pack("<q", x)) for x in tiled.strides]
+            found.append(Parameter(n, tiling=_tiling(next(descriptors, None))))
+        elif kind in _FORMATS:
+            found.append(Parameter(n, _FORMATS[kind]))
         elif kind.startswith("*"):
-            found.append((n, None))
-        elif kind in _SCALARS:
-            found.append((n, struct.pack(_SCALARS[kind], value)))
-        else:
+            found.append(Parameter(n))
+        elif kind != "constexpr":
             raise UnexpectedError(f"arguments must be descriptors, pointers or numbers; got {name}: {kind}")
-    found += [(-1, bytes(POINTER_BYTES))] * 2  # scratch memory, of which there is none
-    sizes = [len(x) if isinstance(x, bytes) else POINTER_BYTES if x is None else MAP_BYTES for _, x in found]
-    if sizes != (declared := _parameter_sizes(compiled)):
+    sizes = ready.sizes_of(found)
+    if sizes != (declared := parameter_sizes(compiled)):
         raise UnexpectedError(f"sizes of arguments must be those of the PTX, {declared}; got {sizes}")
-    return found
+    return tuple(found)
 
 
-def _tiled(meta: Any, box: Any) -> Tiled:
+def _tiling(meta: Any) -> tuple[int, int, int, tuple[int, ...]]:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    if meta is None or meta["fp4_padded"] or box.strides[-1] != 1:
-        raise UnexpectedError(f"a descriptor must be that of a plain tensor map; got {meta} for {box}")
+    if meta is None or meta["fp4_padded"]:
+        raise UnexpectedError(f"a descriptor must be that of a plain tensor map; got {meta}")
     kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    block, shape, strides = map(tuple, (meta["block_size"], box.shape, box.strides))
-    return Tiled(kind, meta["elem_size"], meta["swizzle"], block, shape, strides)
+    return kind, meta["elem_size"], meta["swizzle"], tuple(meta["block_size"])
 
 
-def _parameter_sizes(compiled: Any) -> list[int]:
+def parameter_sizes(compiled: Any) -> list[int]:
     """Bytes of each parameter of the kernel, as its PTX declares them."""
     entry = re.search(rf"\.entry {compiled.metadata.name}\(([^)]*)\)", compiled.asm.get("ptx", ""))
     if entry is None:
         raise UnexpectedError(f"PTX must have an entry {compiled.metadata.name}; got none")
     kinds = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", entry[1])
     return [int(bits) // 8 * int(count or 1) for bits, count in kinds]
+
+
+def keep(wanted: ready.Wanted, compiled: Any, parameters: tuple[Parameter, ...]) -> None:
+    """Let other processes start a kernel without Triton, if this one did not change what Triton compiles."""
+    changed = [name for group in _SETTINGS for name, value in vars(group).items() if value and name not in _HARMLESS]
+    if changed:
+        return
+    metadata = compiled.metadata
+    code = ready.Code(metadata.name, 32 * metadata.num_warps, metadata.shared, parameters, compiled.kernel)
+    ready.keep(wanted, "".join(map(_role, function(wanted.kernel).params)), code)
+
+
+_SETTINGS = (knobs.compilation, knobs.runtime, knobs.language, knobs.nvidia)
+_HARMLESS = frozenset(
+    (
+        *("listener", "launch_enter_hook", "launch_exit_hook", "kernel_load_start_hook", "kernel_load_end_hook"),
+        *("jit_cache_hook", "jit_post_compile_hook", "libcuda_path", "cuobjdump", "nvdisasm", "default_fp_fusion"),
+    )
+)
+"""What a program may set in Triton, and kernels do not change."""
+
+
+def _role(parameter: Any) -> str:
+    if parameter.is_constexpr:
+        return ready.CONSTANT
+    return ready.NUMBER if parameter.do_not_specialize else ready.TOLD_APART

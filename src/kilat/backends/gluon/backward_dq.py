@@ -22,12 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kilat.backends.gluon import heuristics
 from kilat.backends.gluon._compat import aggregate
 from kilat.backends.gluon.backward_boxes import load_cleared, load_rows, scores_of
 from kilat.backends.gluon.backward_parts import barriers, probabilities, store_rows
 from kilat.backends.gluon.backward_place import band, sequence_of, span, take_place
 
-BLOCK_Q = gl.constexpr(128)
+BLOCK_Q = gl.constexpr(heuristics.DQ_BLOCK_Q)
 STAGES = gl.constexpr(3)
 
 

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kilat.backends.gluon import schedule
-from kilat.backends.gluon.backward import backward_kernel
-from kilat.backends.gluon.backward_broad import backward_broad_kernel
-from kilat.backends.gluon.backward_dq import BLOCK_Q, backward_dq_kernel
-from kilat.backends.gluon.backward_rows import finish_kernel, prepare_kernel
-from kilat.backends.gluon.heuristics import BackwardConfig, backward_config, has_foreign_rows
+from kilat.backends.gluon.heuristics import DQ_BLOCK_Q, BackwardConfig, backward_config, has_foreign_rows
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, matrix_box, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -31,6 +27,14 @@ if TYPE_CHECKING:
 
     from kilat.problem import Operands, Problem
 
+
+PREPARE, MAIN, BROAD, DQ_ALONE, FINISH = KERNELS = (
+    "kilat.backends.gluon.backward_rows:prepare_kernel",
+    "kilat.backends.gluon.backward:backward_kernel",
+    "kilat.backends.gluon.backward_broad:backward_broad_kernel",
+    "kilat.backends.gluon.backward_dq:backward_dq_kernel",
+    "kilat.backends.gluon.backward_rows:finish_kernel",
+)
 
 # Tensors of a call, by number; behind them stand those of `OPTIONAL` that are given.
 Q, K, V, DO, OUT, LSE, WORK, DQ, DK, DV = range(10)
@@ -80,7 +84,7 @@ def _make_plan(p: Problem) -> Plan:
         return seqlen // block + p.batch if ragged else -(-seqlen // block)
 
     tiles, tiles_kv = count(p.seqlen_q, block_q) * (block_q // 64), count(p.seqlen_kv, block_kv)
-    blocks, sequences = count(p.seqlen_q, BLOCK_Q.value), 1 if ragged else p.batch
+    blocks, sequences = count(p.seqlen_q, DQ_BLOCK_Q), 1 if ragged else p.batch
     cap = next((s.cap for s in p.scores if isinstance(s, Softcap)), 0.0)
     foreign = has_foreign_rows(p)
     masked = p.mask is not None or foreign or p.seqlen_kv % block_kv > 0
@@ -96,7 +100,7 @@ def _make_plan(p: Problem) -> Plan:
     order: list[schedule.Order] = [schedule.ONE_AFTER_ANOTHER] * 2
     if not ragged:  # lengths of sequences are not known here
         of_keys = schedule.query_blocks(bounds, block_q, block_kv, p.seqlen_q, p.seqlen_kv) * p.group
-        of_queries = schedule.key_blocks(bounds, BLOCK_Q.value, dq_block_kv, p.seqlen_q, p.seqlen_kv)[::-1]
+        of_queries = schedule.key_blocks(bounds, DQ_BLOCK_Q, dq_block_kv, p.seqlen_q, p.seqlen_kv)[::-1]
         order[0] = schedule.order_of_heads(of_keys, p.num_heads_kv * p.batch, p.group)
         if p.deterministic:
             order[1] = schedule.order_of_heads(of_queries, p.num_heads_q * p.batch)
@@ -228,7 +232,7 @@ def _prepare(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) 
         *(n // piece for n in (p.head_dim_v, *strides[0], *strides[1])), *of_dlse,
     )  # fmt: skip
     constants = (plan.block_q, rows, plan.width, columns, plan.sums_dq, unit, piece)
-    return Step(prepare_kernel, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
+    return Step(PREPARE, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
 
 
 def _boxes(plan: Plan, tensors: list[Tensor], cut: Sequence[tuple[int, int]]) -> list[Of | None]:
@@ -244,10 +248,10 @@ def _main(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
     inputs = _boxes(plan, tensors, [(Q, plan.block_q), (K, 64), (V, 64), (DO, plan.block_q)])
     # gradients are stored through a descriptor only where TMA can
     stored = _boxes(plan, tensors, [(K, 64), (V, 64)] if plan.foreign else [(DK, 64), (DV, 64)])
-    rows, kernel = (_rows(plan, 0, True), _rows(plan, 1, True)), backward_kernel
+    rows, kernel = (_rows(plan, 0, True), _rows(plan, 1, True)), MAIN
     boxes = [*inputs[::2], *rows, _pieces(plan, True), *stored[::2]]
     if plan.config.broad:
-        kernel, boxes = backward_broad_kernel, [*inputs, *rows, *stored, _pieces(plan, False)]
+        kernel, boxes = BROAD, [*inputs, *rows, *stored, _pieces(plan, False)]
     arguments = (*boxes, Of(DK), Of(DV), *lengths, *plan.numbers)
     return Step(kernel, plan.programs, arguments, plan.constants, maxnreg=168, tensors=tensors)
 
@@ -261,14 +265,14 @@ def _finish(p: Problem, tensors: list[Tensor], optional: dict[str, Of | None]) -
         p.batch, p.seqlen_q, p.num_heads_q, plan.tiles, p.head_dim // piece, p.scale,
     )  # fmt: skip
     constants = (plan.block_q, rows, plan.width, columns, piece)
-    return Step(finish_kernel, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
+    return Step(FINISH, plan.all_tiles * 64 // rows, arguments, constants, tensors=tensors)
 
 
 def _dq(plan: Plan, tensors: list[Tensor], lengths: list[Of | None]) -> Step:
     block_kv, stored = plan.config.dq_block_kv, Q if plan.foreign else DQ
     boxes = _boxes(plan, tensors, [(Q, 64), (K, block_kv), (V, block_kv), (DO, 64), (stored, 64)])
     arguments = (*boxes, Of(DQ), _rows(plan, 0, False), _rows(plan, 1, False), *lengths, *plan.dq_numbers)
-    return Step(backward_dq_kernel, plan.dq_programs, arguments, plan.dq_constants, maxnreg=168, tensors=tensors)
+    return Step(DQ_ALONE, plan.dq_programs, arguments, plan.dq_constants, maxnreg=168, tensors=tensors)
 
 
 def _sink_gradient(problem: Problem, sink: Tensor, work: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from kilat.backends.gluon._compat import cta_barrier
 from kilat.backends.gluon.backward_parts import BLOCK_KV, add_dq, hide, is_masked, probabilities, store_rows
 from kilat.backends.gluon.backward_place import NOWHERE, row_and_tile
 
-BM = gl.constexpr(128)
-D = gl.constexpr(64)
-BUFFERS = gl.constexpr(3)  # of dS: dQ is one turn late, and the warpgroups may be one turn apart
+BM_NARROW = gl.constexpr(128)
+D_NARROW = gl.constexpr(64)
+BUFFERS_NARROW = gl.constexpr(3)  # of dS: dQ is one turn late, and the warpgroups may be one turn apart
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 OPERAND = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2))
 
@@ -33,7 +33,7 @@ OPERAND = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_w
 @gluon.jit
 def block(buffer, stage, i: gl.constexpr):
     """Rows of block i (0 or 1) of a stage of Q or dO: [64, D]."""
-    return buffer.index(stage).reshape([BM, D]).slice(i * 64, 64, dim=0)
+    return buffer.index(stage).reshape([BM_NARROW, D_NARROW]).slice(i * 64, 64, dim=0)
 
 
 @gluon.jit
@@ -49,10 +49,10 @@ def scores_to_p(s, r, x, row, at, factor, cap_log2, W: gl.constexpr, SOFTCAP: gl
 @gluon.jit
 def dq_products(r, t, W: gl.constexpr):
     """Issue dQ = dS^T K of block W of turn t."""
-    zero = gl.zeros([64, D], gl.float32, S_LAYOUT)
-    at = (t % BUFFERS) * 4 + W * 2
-    k0 = r.k.index(0).reshape([64, D])
-    k1 = r.k.index(1).reshape([64, D])
+    zero = gl.zeros([64, D_NARROW], gl.float32, S_LAYOUT)
+    at = (t % BUFFERS_NARROW) * 4 + W * 2
+    k0 = r.k.index(0).reshape([64, D_NARROW])
+    k1 = r.k.index(1).reshape([64, D_NARROW])
     dq = warpgroup_mma(r.ds.index(at).permute((1, 0)), k0, zero, use_acc=False, is_async=True)  # [64, D]
     return warpgroup_mma(r.ds.index(at + 1).permute((1, 0)), k1, dq, is_async=True)
 
@@ -69,8 +69,8 @@ def turn(
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     stage = t % 2
     phase = (t // 2) & 1
-    slot = t % BUFFERS
-    row, _ = row_and_tile(x, t, BM, GROUP)
+    slot = t % BUFFERS_NARROW
+    row, _ = row_and_tile(x, t, BM_NARROW, GROUP)
     # block a
     p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     dv_next = warpgroup_mma(p_operand, block(r.do, stage, 0), dv, is_async=True)  # [64, D]
@@ -81,7 +81,7 @@ def turn(
     dk_next = warpgroup_mma(gl.convert_layout(ds, OPERAND), block(r.q, stage, 0), dk, is_async=True)  # [64, D]
     dv = warpgroup_mma_wait(2, deps=[dv_next])
     if HAS_DQ:
-        mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS), ((t - 1) // BUFFERS) & 1)
+        mbarrier.wait(r.ds_full.index((t - 1) % BUFFERS_NARROW), ((t - 1) // BUFFERS_NARROW) & 1)
         dq_next = dq_products(r, t - 1, W)  # [64, D]
     dp_next = warpgroup_mma(v, block(r.do, stage, 1).permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, 64]
     if HAS_DQ:
@@ -95,7 +95,7 @@ def turn(
         tma.store_wait(0)
         dk, dq = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
         cta_barrier()
-        _, tile = row_and_tile(x, t - 1, BM, GROUP)
+        _, tile = row_and_tile(x, t - 1, BM_NARROW, GROUP)
         add_dq(dq, dq_desc, r.dq.index(W), tile + W)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
     else:
@@ -125,7 +125,7 @@ def turn(
             v, block(r.do, stage_after, 0).permute((1, 0)), zero, use_acc=False, is_async=True
         )  # [64, 64]
         dv, s = warpgroup_mma_wait(2, deps=[dv_next, s_next])
-        row, _ = row_and_tile(x, after, BM, GROUP)
+        row, _ = row_and_tile(x, after, BM_NARROW, GROUP)
         p, weight = scores_to_p(s, r, x, row, stage_after * 2, factor, cap_log2, W, SOFTCAP, MASKED)
         mbarrier.wait(r.q_full.index(stage_after), phase_after)
         dk, dp = warpgroup_mma_wait(0, deps=[dk_next, dp_next])
@@ -140,11 +140,11 @@ def consume_narrow(
     WITH_DQ: gl.constexpr, MASKED: gl.constexpr, FOREIGN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and one of the two 64-row blocks of every turn's dQ."""
-    dk = gl.zeros([64, D], gl.float32, S_LAYOUT)
-    dv = gl.zeros([64, D], gl.float32, S_LAYOUT)
+    dk = gl.zeros([64, D_NARROW], gl.float32, S_LAYOUT)
+    dv = gl.zeros([64, D_NARROW], gl.float32, S_LAYOUT)
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    k = r.k.index(W).reshape([64, D])
-    v_buffer = r.v.index(W).reshape([64, D])
+    k = r.k.index(W).reshape([64, D_NARROW])
+    v_buffer = r.v.index(W).reshape([64, D_NARROW])
     gl.assume(x.turns > 0)
     mbarrier.wait(r.kv_full, 0)
     if W == 1:
@@ -155,7 +155,7 @@ def consume_narrow(
     v = v_buffer.load(OPERAND)
     dp_next = warpgroup_mma(v, block(r.do, 0, 0).permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, 64]
     s = warpgroup_mma_wait(1, deps=[s_next])
-    p, weight = scores_to_p(s, r, x, x.first * BM, 0, factor, cap_log2, W, SOFTCAP, MASKED)
+    p, weight = scores_to_p(s, r, x, x.first * BM_NARROW, 0, factor, cap_log2, W, SOFTCAP, MASKED)
     if W == 0:
         mbarrier.arrive(r.go, count=1)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
@@ -177,18 +177,18 @@ def consume_narrow(
     at = (x.kv_batch, x.kv_start, x.key + W * 64, x.kv_len, x.head_kv)
     # dV leaves while the last dQ is under way: its half of V is nobody else's.
     if WITH_DQ:
-        mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
+        mbarrier.wait(r.ds_full.index(last % BUFFERS_NARROW), (last // BUFFERS_NARROW) & 1)
         dq_next = dq_products(r, last, W)
         tma.store_wait(0)
         cta_barrier()
     dv = gl.where(is_seen, dv, 0.0)
-    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
+    store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D_NARROW, FOREIGN)
     if WITH_DQ:
         dq = warpgroup_mma_wait(0, deps=[dq_next])
-        _, tile = row_and_tile(x, last, BM, GROUP)
+        _, tile = row_and_tile(x, last, BM_NARROW, GROUP)
         add_dq(dq, dq_desc, r.dq.index(W), tile + W)
     mbarrier.arrive(r.done, count=1)
     mbarrier.wait(r.done, 0)
     dk = gl.where(is_seen, dk * scale, 0.0)
-    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D, FOREIGN)
+    store_rows(dk, r.k.index(W), dk_desc, dk_ptr, at, seqlen_kv, heads_kv, dim, 0, D_NARROW, FOREIGN)
     tma.store_wait(0)

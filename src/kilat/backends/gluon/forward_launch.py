@@ -12,7 +12,6 @@ import torch
 from kilat.backends import common
 from kilat.backends.common import contiguous_strides
 from kilat.backends.gluon import heuristics, schedule, tuning
-from kilat.backends.gluon.forward import forward_kernel
 from kilat.backends.gluon.launching import Of, Step, Steps, aligned_copy, empty, must_copy, rows_box
 from kilat.masks.affine import affine
 from kilat.numerics import LOG2E
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 TINY_SCALE = 1e-30
 MAX_ORDERED = 1 << 17
 """Tiles of a dense call up to which a table says whose they are (2 MB)."""
+KERNEL = "kilat.backends.gluon.forward:forward_kernel"
+KERNELS = (KERNEL,)
 OPTIONAL = ("sink", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
 
 
@@ -173,7 +174,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     given = iter(range(6, len(tensors)))
     optional = [Of(4 if getattr(o, name) is None else next(given)) for name in OPTIONAL]
     step = Step(
-        forward_kernel, grid, (*boxes, Of(3), Of(4), *optional, Of(5), *numbers), constants,
+        KERNEL, grid, (*boxes, Of(3), Of(4), *optional, Of(5), *numbers), constants,
         maxnreg=config.registers[1], tensors=tensors,
     )  # fmt: skip
     return Plan(Steps([step]), len(tensors) > 6, order, out_shape, lse_shape, out_dtype)

@@ -17,6 +17,7 @@ L2_BUDGET = 24 << 20  # bytes of keys and values that all CTAs together work on
 STAGES = 2
 PIECE = 64  # columns of the output that leave at a time where it has small buffers
 HELD = 64  # columns of Q in registers, where there are any: as wide as a swizzled row of shared memory
+DQ_BLOCK_Q = 128  # queries of a CTA of the kernel that makes dQ alone
 
 _BOXES = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 """Head dimensions that kernels work in, as widths of the one or two boxes that a row is loaded in."""

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kilat.backends import common, kernel_files
 from kilat.backends.common import MAP_BYTES, Changing, Launch, Source, TensorMaps, Tiled, contiguous_strides
-from kilat.backends.gluon._compat import (
-    UnexpectedError,
-    arguments_of,
-    compiled,
-    has_hooks,
-    kernel_of,
-    launch_through_triton,
-)
+from kilat.backends.gluon import ready
+from kilat.backends.gluon.ready import UnexpectedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-_GLUON_DTYPES: dict[torch.dtype, Any] = {
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
+    from kilat.backends.common import Kernel
+    from kilat.backends.gluon.ready import Parameter, Wanted
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
@@ -42,16 +32,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Box:
-    """How TMA cuts a tensor up: all that a `TensorDescriptor` says but for the memory."""
+    """How TMA cuts a tensor up: all that a descriptor of Triton's says but for the memory.
+
+    swizzled: the boxes lie in shared memory as wgmma reads them, rather than row after row.
+    """
 
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
-    layout: Any
-
-    def on(self, x: Tensor) -> TensorDescriptor:
-        """The descriptor of a tensor, for Triton."""
-        return TensorDescriptor(x, self.shape, self.strides, self.block_shape, self.layout)
+    swizzled: bool = True
 
 
 def tma_strides(x: Tensor) -> tuple[list[int], list[int]]:
@@ -81,15 +70,12 @@ def aligned_copy(x: Tensor) -> Tensor:
 
 def rows_box(x: Tensor, rows: int, width: int) -> Box:
     """Boxes of `rows` tokens of one head, `width` wide."""
-    block = [1, rows, 1, width]
-    layout: Any = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
-    return Box(*tma_strides(x), block, layout)
+    return Box(*tma_strides(x), [1, rows, 1, width])
 
 
 def matrix_box(rows: int, width: int, block: int) -> Box:
     """Boxes [block, width] of a contiguous float32 matrix [rows, width]."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return Box([rows, width], [width, 1], [block, width], layout)
+    return Box([rows, width], [width, 1], [block, width], swizzled=False)
 
 
 class Of(NamedTuple):
@@ -103,7 +89,8 @@ class Of(NamedTuple):
 class Step:
     """A kernel with all that does not change from call to call; made, it is compiled.
 
-    `arguments` are the kernel's run-time parameters in order: `Of` a tensor of the call, a number or None.
+    `kernel` is "module:function", or a jitted function, which Triton is always asked for; `arguments` are its run-time
+    parameters in order: `Of` a tensor of the call, a number or None.
     """
 
     def __init__(
@@ -119,26 +106,70 @@ class Step:
         self._kernel, self._grid, self._arguments, self._constants = kernel, grid, tuple(arguments), tuple(constants)
         self._options = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": maxnreg}
         self.device = tensors[0].get_device()
+        self._compiled: Any = None  # Triton's kernel, where Triton was asked for it
         self.start: Any = None
         """(stream, addresses of the tensors): launches; None where that cannot be done without Triton's launcher."""
-        if self.device >= 0:
+        if self.device >= 0 and not self._is_ready(tensors):
             self._compile(tensors)
 
-    def _compile(self, tensors: Sequence[Tensor]) -> None:
-        """Compile the kernel or find it on disk, anew if what lies there is damaged, and pack what does not change."""
-        given = [*self._bound(tensors), *self._constants]
+    def _is_ready(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the kernel can be had without Triton; packs what does not change."""
+        found = ready.find(self._wanted(tensors)) if isinstance(self._kernel, str) else None
+        if found is None:
+            return False
         try:
-            self._compiled = compiled(self._kernel, given, self._options)
-            self._prepare(tensors)
+            self._prepare(tensors, *found)
+        except UnexpectedError:
+            return False
+        return True
+
+    def _wanted(self, tensors: Sequence[Tensor]) -> Wanted:
+        described: list[Any] = []
+        for x in self._arguments:
+            if not isinstance(x, Of):
+                described.append(x)
+                continue
+            tensor = tensors[x.n]
+            if x.box is not None:
+                described.append(("box", str(tensor.dtype), *x.box.block_shape, x.box.swizzled))
+            else:
+                first = tensor.data_ptr() + x.start * tensor.element_size()
+                described.append(("address", str(tensor.dtype), first % 16 == 0))
+        return ready.Wanted(self._kernel, self.device, self._options, (*described, *self._constants))
+
+    def _compile(self, tensors: Sequence[Tensor]) -> None:
+        """Compile the kernel or find it in Triton's cache, anew if what lies there is damaged; pack as `_is_ready`."""
+        from kilat.backends.gluon import _compat
+
+        _compat.hashing()  # meanwhile the kernel is imported
+        function, given = _compat.function(self._kernel), [*self._bound(tensors), *self._constants]
+        try:
+            self._compiled = _compat.compiled(function, given, self._options)
+            self._take(tensors)
         except Exception as error:
             if not kernel_files.is_damage(error):
                 raise
-            kernel_files.warn(self._kernel.__name__, error)
-            self._compiled = compiled(self._kernel, given, self._options, anew=True)
-            self._prepare(tensors)
+            kernel_files.warn(function.__name__, error)
+            self._compiled = _compat.compiled(function, given, self._options, anew=True)
+            self._take(tensors)
+
+    def _take(self, tensors: Sequence[Tensor]) -> None:
+        """Pack what does not change, if the compiled kernel is as `_compat` knows them, and keep it."""
+        from kilat.backends.gluon import _compat
+
+        try:
+            kernel, parameters = _compat.kernel_of(self._compiled, self.device), _compat.parameters_of(self._compiled)
+            self._prepare(tensors, kernel, parameters)
+        except (UnexpectedError, AttributeError) as error:
+            warnings.warn(f"kernels are launched by Triton's slower launcher: {error}", RuntimeWarning, stacklevel=2)
+            return
+        if isinstance(self._kernel, str):
+            _compat.keep(self._wanted(tensors), self._compiled, parameters)
 
     def _bound(self, tensors: Sequence[Tensor]) -> list[Any]:
         """What Triton is given for the arguments."""
+        from kilat.backends.gluon import _compat
+
         bound: list[Any] = []
         for x in self._arguments:
             if not isinstance(x, Of):
@@ -146,23 +177,17 @@ class Step:
                 continue
             tensor = tensors[x.n].detach()
             tensor = tensor.view(-1)[x.start :] if x.start else tensor
-            bound.append(tensor if x.box is None else x.box.on(tensor))
+            bound.append(tensor if x.box is None else _compat.descriptor(x.box, tensor))
         return bound
 
-    def _prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Pack what does not change, if the compiled kernel is as `_compat` knows them."""
+    def _prepare(self, tensors: Sequence[Tensor], kernel: Kernel, wants: Sequence[Parameter]) -> None:
+        """Pack what does not change; raises UnexpectedError where the kernel wants other arguments."""
         parameters: list[Any] = [*self._arguments, *self._constants]
-        try:
-            kernel = kernel_of(self._compiled, self.device)
-            given = [x.box or x if isinstance(x, Of) else x for x in parameters]
-            arguments = arguments_of(self._compiled, given)
-        except (UnexpectedError, AttributeError) as error:
-            warnings.warn(f"kernels are launched by Triton's slower launcher: {error}", RuntimeWarning, stacklevel=2)
-            return
+        given = [x.box or x if isinstance(x, Of) else x for x in parameters]
         maps: dict[tuple[int, int], list[Tiled]] = {}  # by tensor and first byte
         pointers: list[tuple[int, int]] = []
         found: list[bytes | tuple[tuple[int, int], int | None]] = []  # bytes, or whose map or address
-        for n, x in arguments:
+        for n, x in ready.packed(wants, given):
             if isinstance(x, bytes):
                 found.append(x)
                 continue
@@ -188,12 +213,42 @@ class Step:
 
     def through_triton(self, tensors: Sequence[Tensor]) -> None:
         """Launch with Triton's launcher, or run in Triton's interpreter; without a GPU that is Triton's affair."""
+        from kilat.backends.gluon import _compat
+
         arguments = [*self._bound(tensors), *self._constants]
         if self.device < 0:
-            self._kernel[(self._grid,)](*arguments, **self._options)
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            launch_through_triton(self._compiled, self._grid, stream, arguments)
+            _compat.function(self._kernel)[(self._grid,)](*arguments, **self._options)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        _compat.launch_through_triton(self.of_triton(tensors), self._grid, stream, arguments)
+
+    def of_triton(self, tensors: Sequence[Tensor]) -> Any:
+        """Triton's kernel, compiled or read from disk if Triton has not been asked for it."""
+        from kilat.backends.gluon import _compat
+
+        if self._compiled is None:
+            given = [*self._bound(tensors), *self._constants]
+            self._compiled = _compat.compiled(_compat.function(self._kernel), given, self._options)
+        return self._compiled
+
+
+_modules = sys.modules
+
+
+def has_hooks() -> bool:
+    """Whether somebody (a profiler, say) wants to be called before or after launches: Triton's launcher does that.
+
+    Nobody can where Triton was not imported.
+    """
+    knobs: Any = _modules.get("triton.knobs")
+    if knobs is None:
+        return False
+    try:
+        runtime = knobs.runtime
+    except AttributeError:  # another thread is importing it
+        return False
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class Steps:
