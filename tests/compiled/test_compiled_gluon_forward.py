@@ -18,7 +18,6 @@ from kilat.backends.gluon import forward_launch, heuristics
 from kilat.masks import Causal, Window
 from kilat.problem import Operands, Problem
 from kilat.scores import Softcap
-from kilat.tune.lookup import forced
 
 SHARED_MEMORY = 227 * 1024
 
@@ -51,36 +50,36 @@ def compiled(dim: int, dim_v: int | None = None, **more: Any) -> Compiled:
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (arguments, spilled bytes in all: at the edges of tiles)
-    "d64": ({"dim": 64}, 48),
+    "d64": ({"dim": 64}, 36),
     "d64-short": ({"dim": 64, "seqlen": 256, "mask": Causal()}, 0),
     "d64-causal": ({"dim": 64, "mask": Causal()}, 0),
-    "d64-ragged": ({"dim": 64, "mask": Causal(), "ragged": True}, 128),
+    "d64-ragged": ({"dim": 64, "mask": Causal(), "ragged": True}, 104),
     "d64-window": ({"dim": 64, "mask": Window(127, 0)}, 0),
-    "d96-window": ({"dim": 96, "mask": Window(100, 0), "dtype": "float16"}, 48),
-    "d128": ({"dim": 128}, 48),
-    "d128-causal": ({"dim": 128, "mask": Causal()}, 40),
-    "d128-ragged": ({"dim": 128, "mask": Causal(), "ragged": True}, 48),
-    "d128-softcap": ({"dim": 128, "scores": (Softcap(20.0),)}, 48),
-    "d128-float32": ({"dim": 128, "out_dtype": "float32"}, 64),  # 48 under Triton 3.6
-    "d192-128": ({"dim": 192, "dim_v": 128, "mask": Causal()}, 48),
-    "d256": ({"dim": 256}, 48),
+    "d96-window": ({"dim": 96, "mask": Window(100, 0), "dtype": "float16"}, 4),
+    "d128": ({"dim": 128}, 44),
+    "d128-causal": ({"dim": 128, "mask": Causal()}, 12),
+    "d128-ragged": ({"dim": 128, "mask": Causal(), "ragged": True}, 24),
+    "d128-softcap": ({"dim": 128, "scores": (Softcap(20.0),)}, 44),
+    "d128-float32": ({"dim": 128, "out_dtype": "float32"}, 56),
+    "d192-128": ({"dim": 192, "dim_v": 128, "mask": Causal()}, 12),
+    "d256": ({"dim": 256}, 56),
     "d256-causal": ({"dim": 256, "mask": Causal()}, 8),
 }
 TWO_CONSUMERS = ("d64-short", "d64-window")  # of head_dim 64, where three would waste more
+THREE_CONSUMERS = ("d64", "d64-causal", "d64-ragged")
 OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
     # where another ptxas needs more: spilled bytes, spill instructions in loops
-    (3, 6): {"d96-window": (28, 2)},
-    (3, 7): {},
+    (3, 6): {"d64-ragged": (156, 0), "d96-window": (28, 2), "d256-causal": (20, 0)},
+    (3, 7): {"d96-window": (4, 2)},
     (3, 9): {
         "d64-short": (132, 0),
         "d64-causal": (140, 0),
-        "d64-ragged": (396, 0),
+        "d64-ragged": (388, 0),
         "d64-window": (136, 0),
-        "d96-window": (204, 0),
-        "d128-causal": (140, 0),
+        "d96-window": (200, 0),
+        "d128-causal": (152, 0),
         "d128-ragged": (148, 0),
         "d192-128": (156, 0),
-        "d256": (52, 0),
         "d256-causal": (108, 0),
     },
 }
@@ -92,34 +91,11 @@ def test_budget(name: str) -> None:
     assert kernel.shared <= SHARED_MEMORY
     assert kernel.products >= (48 if name in TWO_CONSUMERS else 60)
     assert kernel.loads >= 5
+    assert kernel.votes == (3 if name in THREE_CONSUMERS else 2)  # one a consumer: whether any row of a warp moved
     assert not kernel.serialised
     spilled, in_loops = of_version(OTHERS).get(name, (CONFIGURATIONS[name][1], 0))
     assert kernel.in_loops <= in_loops, kernel
     assert kernel.spilled <= spilled, kernel
-
-
-SELDOM: dict[tuple[int, bool, int], dict[tuple[int, int], int]] = {
-    # (dim, causal, held): bytes spilled with `lazy`, at the edges of tiles, from this Triton on
-    (64, True, 0): {(3, 6): 0, (3, 9): 140},
-    (128, True, 0): {(3, 6): 12, (3, 9): 152},
-    (256, False, 0): {(3, 6): 56, (3, 9): 48},
-    (256, True, 0): {(3, 6): 20, (3, 7): 8, (3, 9): 108},
-    (256, False, 64): {(3, 6): 56, (3, 9): 60},
-    (256, True, 64): {(3, 6): 20, (3, 7): 8, (3, 9): 248},
-}
-
-
-@pytest.mark.parametrize(("dim", "causal", "held"), SELDOM)
-def test_a_rescale_that_a_warp_branches_around(dim: int, causal: bool, held: int) -> None:
-    """Products still overlap, and nothing is spilled in the loop."""
-    with forced("gluon", "forward", {"lazy": True, "held": held}):
-        kernel = compiled(dim, mask=Causal() if causal else None)
-    assert not kernel.serialised
-    assert kernel.in_loops == 0
-    assert kernel.spilled <= of_version(SELDOM[dim, causal, held]), kernel
-    assert kernel.shared <= SHARED_MEMORY
-    assert kernel.votes == (3 if dim == 64 else 2)  # one a consumer
-    assert of("d128-causal").votes == 0
 
 
 def test_a_capture_of_what_was_never_called_is_refused() -> None:

@@ -10,12 +10,14 @@ from cases import Case
 from gpu_calls import moved
 
 from kilat.backends import registry
-from kilat.tune.lookup import forced
 
 pytestmark = pytest.mark.gpu
 
 SIZES = [(1, 1), (63, 129), (129, 63), (192, 192), (193, 385), (257, 511), (640, 640)]
 DIMS = [(64, 64), (72, 72), (80, 128), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256)]
+RAGGED = Case(
+    "", "ragged", batch=5, lengths_q=(128, 1, 300, 0, 192), lengths_kv=(128, 77, 300, 64, 500), tail=5, heads=(4, 2)
+)
 MASKS = ("none", "causal", "causal_top_left", "window", "window_right", "window_wide")
 
 
@@ -29,9 +31,8 @@ def _cases() -> list[Case]:
         for d, d_v in DIMS
         for mask in MASKS
     ]  # fmt: skip
-    ragged = Case("", "ragged", batch=5, lengths_q=(128, 1, 300, 0, 192), lengths_kv=(128, 77, 300, 64, 500), tail=5)
     found += [
-        replace(ragged, name=f"ragged-d{d}-{mask}", mask=mask, head_dim=d, dtype="bfloat16", heads=(4, 2), sink=d == 64)
+        replace(RAGGED, name=f"ragged-d{d}-{mask}", mask=mask, head_dim=d, dtype="bfloat16", sink=d == 64)
         for d in (64, 96, 128, 256)
         for mask in MASKS
     ]
@@ -42,33 +43,22 @@ def _growing() -> list[Case]:
     """Scores of 16 and more in log2 units, so that maxima grow by more than 2^8 in some rows and not in others."""
     found = [
         Case(
-            f"{q}x{kv}-d{d}-{mask}-{dtype}", seqlen=(q, kv), mask=mask, head_dim=d, heads=(4, 2), dtype=dtype,
-            scale=8 * d**-0.5,
+            f"growing-{q}x{kv}-d{d}-{mask}-{dtype}", seqlen=(q, kv), mask=mask, head_dim=d, heads=(4, 2),
+            dtype=dtype, scale=8 * d**-0.5,
         )
         for q, kv in ((193, 385), (257, 511), (640, 1280))
         for d in (64, 96, 128, 192, 256)
         for mask in ("none", "causal", "window")
         for dtype in ("bfloat16", "float16")
     ]  # fmt: skip
-    ragged = Case("", "ragged", batch=5, lengths_q=(128, 1, 300, 0, 192), lengths_kv=(128, 77, 300, 64, 500), tail=5)
     found += [
-        replace(
-            ragged, name=f"ragged-d{d}", mask="causal", head_dim=d, dtype="float16", heads=(4, 2), sink=True, scale=1.0
-        )
+        replace(RAGGED, name=f"growing-ragged-d{d}", mask="causal", head_dim=d, dtype="float16", sink=True, scale=1.0)
         for d in (64, 128, 256)
     ]
     return found
 
 
-@pytest.mark.parametrize("values", [{"lazy": True}, {"held": 64}, {"lazy": True, "held": 64}], ids=str)
-@pytest.mark.parametrize("case", _growing(), ids=str)
-def test_knobs(case: Case, values: dict[str, bool | int]) -> None:
-    """Those that are not built in; one that this head_dim has none of leaves what is."""
-    with forced("gluon", "forward", values):
-        test_forward(case)
-
-
-@pytest.mark.parametrize("case", _cases(), ids=str)
+@pytest.mark.parametrize("case", _cases() + _growing(), ids=str)
 def test_forward(case: Case) -> None:
     """Within the budget, and the same bits again."""
     call = helpers.build(case)

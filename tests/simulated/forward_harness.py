@@ -37,8 +37,6 @@ class Shape:
     q_stages: int = 2
     turns: bool = True
     stages: int = 2
-    lazy: bool = False
-    held: int = 0
     ordered: bool = True
     together: int = 2
     ctas: int = 3
@@ -110,7 +108,6 @@ class Call:
             "RAGGED": z.ragged, "USED": 0 if z.ragged else (z.lengths_q is not None) + 2 * (z.lengths_kv is not None),
             "BOUNDS": kind, "ORDERED": ordered, "NEGATIVE": scale < 0, "SOFTCAP": bool(z.cap),
             "SINK": z.sink, "STAGING": z.staging, "REGISTERS": 240, "Q_STAGES": z.q_stages, "TURNS": z.turns,
-            "LAZY": z.lazy, "HELD": z.held,
         }  # fmt: skip
 
     def run(self, seed: int = 0, *, timeout: float = 20.0, also: dict[str, Any] | None = None) -> Call:

@@ -7,7 +7,8 @@ Each consumer works in the paper's order, on one block of keys after the other:
 
     S = Q K^T,  m' = max(m, rowmax S),  P = exp(S - m'),  l = l exp(m - m') + rowsum P,  O = O exp(m - m') + P V
 
-with Q K^T of block t issued before P V of block t - 1, so that the tensor cores work while softmax runs. K and V come
+except that m' = m until the maximum has grown by more than 2^8, so that O is seldom rescaled (see `forward_softmax`).
+Q K^T of block t is issued before P V of block t - 1, so that the tensor cores work while softmax runs. K and V come
 through rings of STAGES buffers. Scores are in log2 units: S_log2 = S * scale * log2(e).
 
 A head dimension is one or two boxes wide (powers of two): 96 is 64 + 32, 192 is 128 + 64; a box that reaches past the
@@ -26,22 +27,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kilat.backends.gluon.forward_lazy import packed, rescaled, settled, shifted
 from kilat.backends.gluon.forward_parts import (
     PIECE,
     Shared,
     capped,
     hide,
-    hold_q,
     issue_qk,
     load,
     load_seen_v,
     pass_turn,
-    row_max,
-    softmax,
     take_turn,
     write_tile,
 )
+from kilat.backends.gluon.forward_softmax import packed, rescaled, row_max, settled, softmax
 from kilat.backends.gluon.tiles import Sizes, block_at, key_blocks, key_start, key_stop, locate, nth_tile
 
 
@@ -95,7 +93,6 @@ def consumer(
     W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D2: gl.constexpr,
     V2: gl.constexpr, RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr, TURNS: gl.constexpr,
-    LAZY: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 W to 64 W + 63 of every tile of this CTA."""
     BLOCK_KV: gl.constexpr = m.k.shape[2]
@@ -127,7 +124,6 @@ def consumer(
                 start = key_start(i0 + row, q_len, kv_len, s, BOUNDS)
                 stop = key_stop(i0 + row, q_len, kv_len, s, BOUNDS)
                 top = gl.full([64], float("-inf"), gl.float32, ROW)
-                l = gl.zeros([64, 8], gl.float32, L_L)
                 o = gl.zeros([64, V], gl.float32, O_L)
                 o2 = o
                 if V2:
@@ -135,13 +131,10 @@ def consumer(
                 at = tiles % Q_STAGES * CONSUMERS + W
                 # the first block: nothing to overlap it with
                 mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)
-                held = zero
-                if HELD:
-                    held = hold_q(m, at, D, HELD, S_L)
                 slot = done % STAGES
                 mbarrier.wait(m.k_full.index(slot), (done // STAGES) & 1)
                 take_turn(m, turns, W, TURNS)
-                st = issue_qk(m, at, held, zero, slot, D, D2, BLOCK_KV, HELD)
+                st = issue_qk(m, at, zero, slot, D, D2, BLOCK_KV)
                 pass_turn(m, W, CONSUMERS, TURNS)
                 turns += 1
                 x = warpgroup_mma_wait(0, deps=[st])  # [64, BLOCK_KV]
@@ -150,20 +143,16 @@ def consumer(
                     x = capped(x, slope_log2)
                 first, end = block_at(0, low, high, n_blocks, n_right, n_masked, BLOCK_KV)
                 x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
-                best = row_max(x, top, scale_log2, NEGATIVE)
-                p, l, alpha = softmax(x, top, best, l, scale_log2)
-                top = best
-                if LAZY:
-                    pt = gl.convert_layout(packed(p, dtype), P_L)
-                else:
-                    pt = gl.convert_layout(p.to(dtype), P_L)
+                top = row_max(x, top, scale_log2, NEGATIVE)
+                p, l = softmax(x, top, scale_log2, L_L)
+                pt = gl.convert_layout(packed(p, dtype), P_L)
 
                 for t in range(1, n_blocks):
                     slot = (done + t) % STAGES
                     before = (done + t - 1) % STAGES
                     mbarrier.wait(m.k_full.index(slot), ((done + t) // STAGES) & 1)
                     take_turn(m, turns, W, TURNS)
-                    st = issue_qk(m, at, held, zero, slot, D, D2, BLOCK_KV, HELD)
+                    st = issue_qk(m, at, zero, slot, D, D2, BLOCK_KV)
                     mbarrier.wait(m.v_full.index(before), ((done + t - 1) // STAGES) & 1)
                     ot = warpgroup_mma(pt, m.v.index(before).reshape([BLOCK_KV, V]), o, is_async=True)
                     if V2:
@@ -180,29 +169,20 @@ def consumer(
                         x = hide(x, col, start - first, gl.minimum(stop, end) - first, BOUNDS & 1, NEGATIVE)
                     best = row_max(x, top, scale_log2, NEGATIVE)
                     # Complete for long: it ends the basic block, so that ptxas does not draw the second row's maxima
-                    # out under the first row's exponentials (head_dim 64 causal: 515 -> 537 TFLOP/s).
+                    # out under the first row's exponentials (head_dim 64 causal, O rescaled at every block: 515 -> 537
+                    # TFLOP/s). `settled` ends one too; nobody has measured it without this wait.
                     mbarrier.wait(m.q_full.index(at), (tiles // Q_STAGES) & 1)
-                    if LAZY:
-                        best, alpha, moved = settled(best, top)
-                        p, l = shifted(x, best, l, alpha, scale_log2)
-                        pt = gl.convert_layout(packed(p, dtype), P_L)
-                    else:
-                        p, l, alpha = softmax(x, top, best, l, scale_log2)
-                    top = best
+                    top, alpha, moved = settled(best, top)
+                    p, part = softmax(x, top, scale_log2, L_L)
+                    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, L_L)), 1) + part
+                    pt = gl.convert_layout(packed(p, dtype), P_L)
                     if V2:
                         o, o2 = warpgroup_mma_wait(0, deps=[ot, ot2])
-                        if LAZY:
-                            o2 = rescaled(o2, alpha, moved)
-                        else:
-                            o2 = o2 * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O2_L)), 1)
+                        o2 = rescaled(o2, alpha, moved)
                     else:
                         o = warpgroup_mma_wait(0, deps=[ot])
                     mbarrier.arrive(m.v_free.index(before), count=1)
-                    if LAZY:
-                        o = rescaled(o, alpha, moved)
-                    else:
-                        o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_L)), 1)
-                        pt = gl.convert_layout(p.to(dtype), P_L)
+                    o = rescaled(o, alpha, moved)
 
                 if STAGING != 2:
                     mbarrier.arrive(m.q_free.index(at), count=1)
@@ -249,13 +229,12 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D2: gl.constexpr, V2: gl.constexpr,
     RAGGED: gl.constexpr, USED: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr,
     NEGATIVE: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, STAGING: gl.constexpr,
-    REGISTERS: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr,
-    HELD: gl.constexpr,
+    REGISTERS: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """O and lse of q [batch, seqlen_q, heads, D], k and v alike (ragged: batch 1), as `kilat` defines them.
 
     STAGING: the output leaves from registers (0), through a buffer of its own (1), through that of Q (2), or 64 columns
-    at a time through two small buffers (3). LAZY: see `forward_lazy`. HELD: see `issue_qk`.
+    at a time through two small buffers (3).
     Boxes: q [1, 64, 1, D], k and v [1, BLOCK_KV, 1, D]; out is contiguous, lse float32. The grid is any number of CTAs.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -317,12 +296,12 @@ def forward_kernel(
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
-                TURNS, LAZY, HELD,
+                TURNS,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
-                TURNS, LAZY, HELD,
+                TURNS,
             )),
             (producer, (
                 m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,
@@ -334,17 +313,17 @@ def forward_kernel(
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 0,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
-                TURNS, LAZY, HELD,
+                TURNS,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 1,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
-                TURNS, LAZY, HELD,
+                TURNS,
             )),
             (consumer, (
                 m, s, o_desc, o2_desc, out_ptr, lse_ptr, sink_ptr, n_turns, head_dim_v, scale_log2, slope_log2, 2,
                 CONSUMERS, STAGES, Q_STAGES, D2, V2, RAGGED, USED, BOUNDS, ORDERED, NEGATIVE, SOFTCAP, SINK, STAGING,
-                TURNS, LAZY, HELD,
+                TURNS,
             )),
             (producer, (
                 m, s, q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, n_turns,

@@ -163,7 +163,7 @@ def _make_plan(p: Problem, o: Operands) -> Plan:
     constants = (
         config.consumers, config.stages, config.d[1], config.v[1], ragged, p.padded_q + 2 * p.padded_kv, kind,
         order is not None, p.scale < 0 and not cap, bool(cap), p.has_sink, config.staging, config.registers[0],
-        config.q_stages, config.turns, config.lazy, config.held,
+        config.q_stages, config.turns,
     )  # fmt: skip
     out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
     lse = torch.empty(lse_shape, device=q.device)

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportOptionalMemberAccess=false
-"""The steps of the forward kernel: loads, softmax, the way out. Names ending in 2 are a row's second box."""
+"""The steps of the forward kernel: loads, turns, S, the way out. Names ending in 2 are a row's second box."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -116,30 +116,11 @@ def pass_turn(m, W: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def hold_q(m, at, D: gl.constexpr, HELD: gl.constexpr, S_L: gl.constexpr):
-    """The first HELD columns of buffer `at` of Q in registers, as the products want them."""
-    return m.q.index(at).reshape([64, D]).slice(0, HELD, dim=1).load(gl.DotOperandLayout(0, S_L, 2))
-
-
-@gluon.jit
-def issue_qk(m, at, held, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr, HELD: gl.constexpr):
-    """S = Q K^T under way: [64, BLOCK_KV], of buffer `at` of Q and buffer `slot` of K.
-
-    The first HELD columns of Q (64, or none) come from registers: products of 64 keys read as much of Q as of K from
-    shared memory, and so take all that it gives.
-    """
+def issue_qk(m, at, zero, slot, D: gl.constexpr, D2: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """S = Q K^T under way: [64, BLOCK_KV], of buffer `at` of Q and buffer `slot` of K."""
     q = m.q.index(at).reshape([64, D])
     k = m.k.index(slot).reshape([BLOCK_KV, D])
-    if HELD:
-        st = warpgroup_mma(held, k.slice(0, HELD, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        k2 = k.slice(HELD, HELD, dim=1)
-        st = warpgroup_mma(q.slice(HELD, HELD, dim=1), k2.permute((1, 0)), st, is_async=True)
-        if D > 2 * HELD:
-            k4 = k.slice(2 * HELD, D - 2 * HELD, dim=1)
-            q4 = q.slice(2 * HELD, D - 2 * HELD, dim=1)
-            st = warpgroup_mma(q4, k4.permute((1, 0)), st, is_async=True)
-    else:
-        st = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    st = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D2:
         q2 = m.q2.index(at).reshape([64, D2])
         k2 = m.k2.index(slot).reshape([BLOCK_KV, D2])
@@ -160,33 +141,6 @@ def hide(x, col, start, stop, LEFT: gl.constexpr, NEGATIVE: gl.constexpr):
     if LEFT:
         visible = visible & (col - lane >= gl.expand_dims(start, 1) - lane)
     return gl.where(visible, x, hidden)
-
-
-@gluon.jit
-def row_max(x, m, scale_log2, NEGATIVE: gl.constexpr):
-    """The largest score of each row so far, in log2 units, by which exp is shifted."""
-    # per thread first, two columns at a time: one chain of maxima a row would be 4 cycles a column
-    pairs = gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
-    if NEGATIVE:
-        best = gl.min(gl.min(pairs, 1), 1)
-    else:
-        best = gl.max(gl.max(pairs, 1), 1)
-    return gl.maximum(m, gl.convert_layout(best, m.type.layout) * scale_log2)
-
-
-@gluon.jit
-def softmax(x, m, m_new, l, scale_log2):
-    """(P, l', exp(m - m')) of one block of scores; l [64, 8] is summed per thread, its columns belong together.
-
-    A row that has seen no key has m' = -inf; its shift is 0, so that exp gives 0 and not NaN.
-    """
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(x * scale_log2 - gl.expand_dims(shift, 1))
-    alpha = gl.exp2(m - shift)
-    part = gl.sum(gl.reshape(p, [x.shape[0], x.shape[1] // 8, 8]), 1)
-    part = gl.convert_layout(part, l.type.layout)
-    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + part
-    return p, l, alpha
 
 
 @gluon.jit

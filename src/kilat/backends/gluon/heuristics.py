@@ -16,7 +16,6 @@ MAX_SHARED = 232_448 - 2_048  # bytes of shared memory that a CTA may have, less
 L2_BUDGET = 24 << 20  # bytes of keys and values that all CTAs together work on
 STAGES = 2
 PIECE = 64  # columns of the output that leave at a time where it has small buffers
-HELD = 64  # columns of Q in registers, where there are any: as wide as a swizzled row of shared memory
 DQ_BLOCK_Q = 128  # queries of a CTA of the kernel that makes dQ alone
 
 _BOXES = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
@@ -40,8 +39,6 @@ class ForwardConfig:
     q_stages: int
     turns: bool  # consumers issue their products one after the other
     stages: int = STAGES  # buffers of K and V
-    lazy: bool = False  # O is rescaled only where a row's maximum grew by more than 2^8
-    held: int = 0  # columns of Q that a consumer keeps in registers
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -69,17 +69,14 @@ def forward_is_legal(problem: Problem, config: heuristics.ForwardConfig) -> bool
     """Whether registers and shared memory suffice, and the output can leave that way."""
     accumulators = sum(config.v) // 2 + 3 * config.block_kv // 4
     fits = config.shared_bytes <= heuristics.MAX_SHARED
-    fits = fits and accumulators + config.held // 2 + SPARE_REGISTERS <= config.registers[0]
-    can_hold = not config.held or config.d in ((2 * config.held, 0), (4 * config.held, 0))
-    return heuristics.can_leave(problem, config) and fits and can_hold
+    return heuristics.can_leave(problem, config) and fits and accumulators + SPARE_REGISTERS <= config.registers[0]
 
 
 def forward_is_candidate(problem: Problem, config: heuristics.ForwardConfig) -> bool:
-    """Whether to measure it: stages, lazy and held other than built in only with the tiles that are built in."""
+    """Whether to measure it: a third buffer of K and V only with the tiles of the built-in configuration."""
     built_in = heuristics.forward_config(problem)
     same = (config.consumers, config.block_kv, config.turns) == (built_in.consumers, built_in.block_kv, built_in.turns)
-    plain = (config.stages, config.lazy, config.held) == (built_in.stages, built_in.lazy, built_in.held)
-    return forward_is_legal(problem, config) and (same or plain)
+    return forward_is_legal(problem, config) and (same or config.stages == built_in.stages)
 
 
 def schedule(problem: Problem) -> Schedule:
@@ -119,8 +116,6 @@ TUNABLES = (
             "q_stages": (1, 2),
             "turns": (False, True),
             "stages": (2, 3),
-            "lazy": (False, True),
-            "held": (0, heuristics.HELD),
         },
         forward_is_candidate,
     ),
