@@ -79,7 +79,8 @@ class Call:
         (heads_q, heads_kv), (dim, dim_v) = self.heads, self.head_dims
         q = torch.empty(*rows, heads_q, dim, dtype=self.dtype, requires_grad=self.grad)
         rows_kv = (4, SEQLEN // 2) if pages else rows
-        k, v = (torch.empty(*rows_kv, heads_kv, n, dtype=self.dtype) for n in (dim, dim_v))
+        stored = torch.int8 if self.layout == "quantised pages" else self.dtype
+        k, v = (torch.empty(*rows_kv, heads_kv, n, dtype=stored) for n in (dim, dim_v))
         operands = Operands(q, k, v, sink=torch.empty(heads_q) if self.sink else None)
         lengths = torch.full((2,), SEQLEN, dtype=torch.int32)
         if ragged:

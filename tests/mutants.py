@@ -11,6 +11,7 @@ MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
 FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
+QUANTISED = "tests/test_quantised.py"
 TILES = "tests/test_cpu_tiles.py tests/test_cpu_user.py"
 HALF = "tests/test_cpu_backward_half.py"  # skipped, and its mutants not caught, where bfloat16 pairs have no product
 
@@ -117,7 +118,7 @@ MUTANTS = (
         "f.load(elem.vec(lanes), src.at(whole * elem.bytes))",
         FORWARD,
     ),
-    Mutant("backends/cpu/rows.py", "j % page_size * stride", "j % page_size * stride + stride", CACHED),
+    Mutant("backends/cpu/rows.py", "row.set(j % page_size)", "row.set(j % page_size + 1)", CACHED),
     Mutant(
         "backends/cpu/host.py",
         "strides = [0 if n == 1 else s * size",
@@ -131,6 +132,13 @@ MUTANTS = (
         "f.store(f.load(t, lp), lp)",
         CACHED + " " + FORWARD,
     ),
+    Mutant("backends/cpu/rows.py", "page * scales[2] + row * scales[1]", "row * scales[1]", CACHED),
+    Mutant("backends/cpu/rows.py", "b * per_b + kv_head * per_h", "b * per_b", CACHED),
+    Mutant("backends/cpu/math.py", "denormal = magnitude < 8\n", "denormal = magnitude < 7\n", QUANTISED),
+    Mutant("backends/cpu/math.py", "f.select(magnitude.eq(0x7F),", "f.select(magnitude.eq(0x80),", QUANTISED),
+    Mutant("kv/quantise.py", ".round().clamp(-128.0, 127.0)", ".round()", QUANTISED),
+    Mutant("kv/quantise.py", "x.abs().amax(-1, keepdim=True)", "x.amax(-1, keepdim=True)", QUANTISED),
+    Mutant("kv/quantise.py", "torch.where(scale == 0, 1.0, scale)", "scale", QUANTISED),
     Mutant("backends/cpu/decode.py", 'done.eq(get["parts"] - 1)', "done.eq(0)", CACHED),
     Mutant("backends/cpu/decode.py", "total.set(f.extract(weight(sink), 0))", "total.set(1.0)", CACHED + " " + FORWARD),
     Mutant("backends/cpu/decode_tasks.py", "range(lo, hi, size)", "range(lo, hi - 1, size)", CACHED + " " + FORWARD),

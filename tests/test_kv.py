@@ -158,16 +158,6 @@ def test_wrong_caches() -> None:
             make()
 
 
-def test_quantised_pages_come_later() -> None:
-    cache = paged()
-    scale = torch.ones(())
-    cache = kilat.PagedCache(cache.k, cache.v, cache.page_table, cache.lengths, k_scale=scale, v_scale=scale)
-    with pytest.raises(NotImplementedError, match="comes later"):
-        cache.append(*new(3, 1))
-    with pytest.raises(NotImplementedError, match="scale"):
-        kilat.cached_attention(torch.zeros(3, 1, 4, DIM), cache, backend="reference")
-
-
 @CACHES
 def test_caches_pickle(make: Any) -> None:
     cache = make().append(*new(3, 2))

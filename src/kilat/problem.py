@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Layout = Literal["dense", "ragged", "cached"]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+QUANTISED = {"float8_e4m3fn": 448.0, "int8": 127.0}
+"""What keys and values of a cache may be stored in beside q's dtype, and the largest number that a token's scale is
+made for: value = stored * scale."""
 
 
 def static(default: Any = ...) -> Any:
@@ -58,7 +61,8 @@ class Problem:
     padded_q: bool = static(False)
     padded_kv: bool = static(False)
     page_size: int = static(0)  # 0: not paged
-    quantised: bool = static(False)  # pages carry scales (k_scale, v_scale)
+    kv_dtype: str = static("")  # what k and v are stored in if it is not q's dtype: a key of QUANTISED
+    quantised: Literal["", "head", "token"] = static("")  # one k_scale and v_scale a head, or one a token and head
     needs_grad: bool = static(False)
     grad_of: frozenset[str] = static(frozenset())  # of q k v sink bias score_tensors: what backward must return
     deterministic: bool = static(False)
@@ -92,6 +96,7 @@ class Problem:
         parts += [s.name for s in self.scores]
         parts += ["sink"] * self.has_sink + ([self.dropout] if self.dropout else [])
         parts += [f"page{self.page_size}"] * bool(self.page_size) + ["grad"] * self.needs_grad
+        parts += [f"{self.kv_dtype}-{self.quantised}"] * bool(self.quantised)
         return "-".join(parts)
 
 
@@ -122,7 +127,8 @@ class Operands:
     dense: q [batch, seqlen_q, num_heads_q, head_dim], k and v alike. ragged: q [total_q, ...], offsets
     int32 [batch + 1].
     cached: q dense or (with cu_seqlens_q) ragged; k, v are the cache tensors [batch, capacity, heads, dim] or pages
-    [num_pages, page_size, heads, dim] with page_table int32 [batch, pages]; seqlens_kv are the cache lengths.
+    [num_pages, page_size, heads, dim] with page_table int32 [batch, pages]; seqlens_kv are the cache lengths. Quantised
+    ones have k_scale and v_scale float32, [heads] or [the tokens' axes, heads].
     """
 
     q: Tensor

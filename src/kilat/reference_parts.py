@@ -68,6 +68,14 @@ def _span(b: int, offsets: Tensor | None, lengths: Tensor | None, full: int) -> 
     return (b, slice(0, length)), length
 
 
+def keys_values(op: Operands, at: Place, kv_head: int) -> tuple[Tensor, Tensor]:
+    """k and v of one head, float64 [kv_len, dim]; of quantised ones stored * scale, the product exact."""
+    k, v = (x[at.kv][:, kv_head].double() for x in (op.k, op.v))
+    scales = [s if s is None or s.dim() == 1 else s[at.kv] for s in (op.k_scale, op.v_scale)]
+    k, v = (x if s is None else x * s[..., kv_head, None].double() for x, s in zip((k, v), scales, strict=True))
+    return k, v
+
+
 def pick(x: Tensor, b: int, h: int, i: Tensor, kv_len: int) -> Tensor:
     """x[b, h, i, :kv_len] of a tensor broadcastable to [batch, heads, seqlen_q, seqlen_kv]: a broadcastable matrix."""
     x = four_axes(x)
@@ -289,8 +297,6 @@ class Buffers:
 def refusals(problem: Problem) -> list[str]:
     """Why the core cannot do a problem."""
     reasons: list[str] = []
-    if problem.quantised:
-        reasons.append("pages with k_scale and v_scale are not implemented yet")
     if problem.layout == "cached" and problem.needs_grad:
         reasons.append("caches are forward only: no input may require grad")
     return reasons

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kilat.problem import Options, Problem
+from kilat.problem import QUANTISED, Options, Problem
 from kilat.validate_basic import check_device, check_flag, check_host_int, check_int32, check_rank, check_tensor, fail
-from kilat.validate_tensors import check_dropout, check_masks, check_scores, check_sink
+from kilat.validate_tensors import check_dropout, check_masks, check_scales, check_scores, check_sink, dtype_name
 
 if TYPE_CHECKING:
     from kilat.problem import Operands
@@ -37,7 +37,8 @@ def _names(layout: str, operands: Operands) -> tuple[str, str, str]:
 def _check_qkv_types(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, value in zip(names, (q, k, v), strict=True):
         check_tensor(name, value)
-    if not (q.dtype == k.dtype == v.dtype):
+    quantised = names[1] != "k" and dtype_name(k) in QUANTISED
+    if not (q.dtype == k.dtype == v.dtype) and not (quantised and k.dtype == v.dtype):
         fail(
             TypeError,
             f"{names[0]}, {names[1]} and {names[2]} must have the same dtype",
@@ -202,6 +203,7 @@ def problem_of(options: Options, operands: Operands, grad_of: frozenset[str] = f
     batch = batch_of(layout, operands)
     _check_qkv_shapes(layout, names, operands)
     _check_sequences(layout, operands, batch)
+    check_scales(operands.k, operands.v, operands.k_scale, operands.v_scale)
     _check_options(options, operands)
     if operands.sink is not None:
         check_sink(operands.sink, q)
@@ -242,7 +244,8 @@ def _assemble(options: Options, operands: Operands, batch: int, grad_of: frozens
         padded_q=dense and operands.seqlens_q is not None,
         padded_kv=dense and operands.seqlens_kv is not None,
         page_size=page_size,
-        quantised=operands.k_scale is not None,
+        kv_dtype=dtype_name(k) if k.dtype != q.dtype else "",
+        quantised="" if operands.k_scale is None else "head" if operands.k_scale.dim() == 1 else "token",
         needs_grad=bool(grad_of),
         grad_of=grad_of,
         deterministic=options.deterministic,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kilat.masks import KeyRange, Prefix
 from kilat.masks.core import leaves
+from kilat.problem import QUANTISED
 from kilat.validate_basic import check_device, check_int32, check_tensor, fail, plain
 
 if TYPE_CHECKING:
@@ -121,3 +122,34 @@ def check_dropout(options: Options, operands: Operands, batch: int) -> None:
             fail(
                 TypeError, f"dropout {name} must be an int or a 0-d int64 tensor", shape=value.shape, dtype=value.dtype
             )
+
+
+def dtype_name(x: Tensor) -> str:
+    """float32, int8, ..."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def check_scales(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Scales are there exactly where k and v are quantised: float32, both one a head, or both one a token and head."""
+    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if dtype_name(x) not in QUANTISED:
+            if scale is not None:
+                fail(TypeError, f"{name}_scale must be None where {name} is not quantised", dtype=x.dtype)
+            continue
+        if scale is None:
+            fail(ValueError, f"{name}_scale must be given where {name} is {x.dtype}", **{f"{name}_scale": None})
+        check_tensor(f"{name}_scale", scale)
+        if scale.dtype != torch.float32:
+            fail(TypeError, f"{name}_scale must be float32", dtype=scale.dtype)
+        heads, tokens = x.shape[-2:-1], x.shape[:-1]
+        if scale.shape not in (heads, tokens):
+            wanted = f"[num_heads_kv] = {_plain(heads)} or [the tokens' axes, num_heads_kv] = {_plain(tokens)}"
+            fail(ValueError, f"{name}_scale must be {wanted}", shape=scale.shape)
+        check_device(f"{name}_scale", scale, k.device)
+    if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
+        wanted = "k_scale and v_scale must be both one a head or both one a token and head"
+        fail(ValueError, wanted, k_scale=k_scale.shape, v_scale=v_scale.shape)
+
+
+def _plain(shape: torch.Size) -> list[Any]:
+    return [plain(n) for n in shape]

@@ -8,8 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilat.kv.quantise import write
 from kilat.numpy_door import as_tensor, int32_tensor
+from kilat.problem import DTYPES, QUANTISED
 from kilat.validate_basic import check_device, check_int32, check_rank, check_tensor, fail
+from kilat.validate_tensors import dtype_name
 from kilat.validate_values import check_pages
 
 if TYPE_CHECKING:
@@ -48,9 +51,9 @@ def append(cache: Cache, k_new: Any, v_new: Any, cu_seqlens_new: Any, batch_inde
         v_flat = None if v_flat is None else v_flat[room]
     with torch.no_grad():
         where = cache.locate(sequence, position)
-        cache.k.index_put_(where, k_flat)
+        write(cache.k, cache.k_scale, where, k_flat)
         if v_flat is not None:
-            cache.v.index_put_(where, v_flat)
+            write(cache.v, cache.v_scale, where, v_flat)
         _count(cache, index, counts)
 
 
@@ -70,8 +73,6 @@ def _new(name: str, value: Any, cache: Cache) -> Tensor:
 
 
 def _check_tensors(cache: Cache, k_new: Tensor, v_new: Tensor | None, ragged: bool) -> None:
-    if getattr(cache, "k_scale", None) is not None or getattr(cache, "v_scale", None) is not None:
-        raise NotImplementedError("appending to quantised pages comes later; got a cache with k_scale or v_scale")
     if (v_new is None) is not cache.shares_values:
         wanted = "None, the values being a part of the keys" if cache.shares_values else "given"
         fail(ValueError, f"v_new must be {wanted}", v_new=None if v_new is None else v_new.shape)
@@ -80,15 +81,24 @@ def _check_tensors(cache: Cache, k_new: Tensor, v_new: Tensor | None, ragged: bo
     for name, new, old in pairs:
         check_rank(name, new, (*axes, "num_heads_kv", "head_dim"))
         check_device(name, new, old.device)
-        if new.dtype != old.dtype:
+        quantised = dtype_name(old) in QUANTISED
+        if new.dtype != old.dtype and not quantised:
             fail(TypeError, f"{name} must have the cache's dtype {old.dtype}", dtype=new.dtype)
+        if quantised and dtype_name(new) not in DTYPES:
+            fail(TypeError, f"{name} must be {', '.join(DTYPES)}: the append quantises it", dtype=new.dtype)
         if new.shape[-2:] != old.shape[-2:]:
             fail(ValueError, f"{name} must end in {list(old.shape[-2:])}", shape=new.shape)
-        if any(n > 1 and stride == 0 for n, stride in zip(old.shape, old.stride(), strict=True)):
-            shown = f"{name[0]} of the cache must not be expanded: each number needs a place"
-            fail(ValueError, shown, strides=list(old.stride()))
+        _check_places(f"{name[0]} of the cache", old)
         if new.shape[: len(axes)] != k_new.shape[: len(axes)]:
             fail(ValueError, "k_new and v_new must have the same tokens", k_new=k_new.shape, v_new=new.shape)
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if scale is not None and scale.dim() > 1:
+            _check_places(name, scale)
+
+
+def _check_places(name: str, x: Tensor) -> None:
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        fail(ValueError, f"{name} must not be expanded: each number needs a place", strides=list(x.stride()))
 
 
 def _check_rotary(cache: Cache, rotary: Any) -> None:

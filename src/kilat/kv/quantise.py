@@ -1,0 +1,42 @@
+"""Quantised storage: value = stored * scale, with stored in float8_e4m3fn or int8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kilat.problem import QUANTISED
+from kilat.validate_tensors import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def write(to: Tensor, scale: Tensor | None, where: Sequence[Tensor], x: Tensor) -> None:
+    """to[where] = x [tokens, heads, dim]; into a quantised tensor stored, and a token's scale beside it."""
+    where = tuple(where)
+    if scale is None:
+        to.index_put_(where, x)
+        return
+    largest = QUANTISED[dtype_name(to)]
+    x = x.float()
+    if scale.dim() == 1:
+        step = scale[:, None]
+    else:
+        step = x.abs().amax(-1, keepdim=True) / largest  # NaN and inf reach it, and through it the whole token
+        scale.index_put_(where, step[..., 0])
+    # As bytes: torch need not know how to place numbers of 8 bits.
+    to.view(torch.uint8).index_put_(where, stored(x, step, to.dtype).view(torch.uint8))
+
+
+def stored(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in float32, rounded to the nearest number of `dtype` (ties to even), at its ends where it lies beyond.
+
+    0 where the scale is 0; a NaN stays one in float8_e4m3fn and becomes 0 in int8.
+    """
+    x = x / torch.where(scale == 0, 1.0, scale)
+    if dtype == torch.int8:
+        return x.nan_to_num(0.0, torch.inf, -torch.inf).round().clamp(-128.0, 127.0).to(dtype)
+    return x.clamp(-448.0, 448.0).to(dtype)
