@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"reference", "validate_tensors", "validate_values", "views", "numpy_door"}),
     frozenset({"kv", "accuracy", "validate", "backends", "tune"}),
     frozenset({"dispatch"}),
-    frozenset({"plan"}),
+    frozenset({"planning"}),
     frozenset({"shortcut"}),
     frozenset({"autograd", "functorch", "compiled", "batching"}),
     frozenset({"gather"}),

@@ -13,7 +13,7 @@ from kilat.gather import autocast, find_equal, modifiers
 from kilat.kv import Cache
 from kilat.masks import Causal, Mask
 from kilat.numpy_door import as_int32, as_numpy, as_tensors, is_numpy, torch_dtype
-from kilat.plan import PLAIN, names_of
+from kilat.planning import PLAIN, names_of
 from kilat.problem import Operands, Options
 from kilat.shortcut import distinct, find
 from kilat.validate_basic import check_flag, check_host_int, fail

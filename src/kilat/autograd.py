@@ -13,7 +13,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from kilat import views
-from kilat.plan import PLAIN, lookup
+from kilat.planning import PLAIN, lookup
 from kilat.problem import Operands
 from kilat.shortcut import remember
 from kilat.validate import problem_of
@@ -21,7 +21,7 @@ from kilat.validate import problem_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kilat.plan import Plan
+    from kilat.planning import Plan
     from kilat.problem import Grads, Options
     from kilat.shortcut import Site
 

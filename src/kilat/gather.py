@@ -19,7 +19,7 @@ from kilat.validate_basic import fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kilat.plan import Plan
+    from kilat.planning import Plan
     from kilat.problem import Operands
 
 DropoutKind = Literal["", "philox", "keep"]
