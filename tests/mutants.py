@@ -11,6 +11,7 @@ MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
 FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
+FUSED = "tests/test_cached_fused.py"
 QUANTISED = "tests/test_quantised.py"
 TILES = "tests/test_cpu_tiles.py tests/test_cpu_user.py"
 HALF = "tests/test_cpu_backward_half.py"  # skipped, and its mutants not caught, where bfloat16 pairs have no product
@@ -139,6 +140,10 @@ MUTANTS = (
     Mutant("kv/quantise.py", ".round().clamp(-128.0, 127.0)", ".round()", QUANTISED),
     Mutant("kv/quantise.py", "x.abs().amax(-1, keepdim=True)", "x.amax(-1, keepdim=True)", QUANTISED),
     Mutant("kv/quantise.py", "torch.where(scale == 0, 1.0, scale)", "scale", QUANTISED),
+    Mutant("cached.py", "i + lengths.long()[b] - stop[b]", "i + lengths.long()[b] - stop[b] - 1", FUSED),
+    Mutant(
+        "cached.py", "operands.seqlens_kv = cache.lengths + new.counts", "operands.seqlens_kv = cache.lengths", FUSED
+    ),
     Mutant("backends/cpu/decode.py", 'done.eq(get["parts"] - 1)', "done.eq(0)", CACHED),
     Mutant("backends/cpu/decode.py", "total.set(f.extract(weight(sink), 0))", "total.set(1.0)", CACHED + " " + FORWARD),
     Mutant("backends/cpu/decode_tasks.py", "range(lo, hi, size)", "range(lo, hi - 1, size)", CACHED + " " + FORWARD),

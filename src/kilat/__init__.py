@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kilat._version import __version__
 
 if TYPE_CHECKING:
-    from kilat.api import attention, cached_attention, ragged_attention
+    from kilat.api import attention, ragged_attention
+    from kilat.cached import cached_attention
     from kilat.checks import check
     from kilat.dispatch import Report, UnsupportedError
     from kilat.dropout import Dropout
@@ -50,7 +51,8 @@ __all__ = [
 
 # Names are imported when they are asked for: `kilat --help` answers without waiting seconds for torch.
 _MODULES = {
-    "kilat.api": ("attention", "cached_attention", "ragged_attention"),
+    "kilat.api": ("attention", "ragged_attention"),
+    "kilat.cached": ("cached_attention",),
     "kilat.checks": ("check",),
     "kilat.dispatch": ("Report", "UnsupportedError"),
     "kilat.dropout": ("Dropout",),

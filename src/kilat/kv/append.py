@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +20,36 @@ if TYPE_CHECKING:
     from kilat.kv.rotary import Rotary
 
 
-def append(cache: Cache, k_new: Any, v_new: Any, cu_seqlens_new: Any, batch_index: Any, rotary: Rotary | None) -> None:
-    """The work of `Cache.append`: check, place each token, turn the keys, write, count."""
+class Append(NamedTuple):
+    """New tokens, checked and turned, and where they go; `write` is all that is left."""
+
+    cache: Cache
+    where: tuple[Tensor, ...]
+    k: Tensor
+    v: Tensor | None
+    batch_index: Tensor | None
+    counts: Tensor
+
+    def write(self) -> None:
+        """Write the tokens and count them."""
+        cache = self.cache
+        with torch.no_grad():
+            write(cache.k, cache.k_scale, self.where, self.k)
+            if self.v is not None:
+                write(cache.v, cache.v_scale, self.where, self.v)
+            _count(cache, self.batch_index, self.counts)
+
+
+def prepared(
+    cache: Cache, k_new: Any, v_new: Any, cu_seqlens_new: Any, batch_index: Any, rotary: Rotary | None
+) -> Append:
+    """The work of `Cache.append` short of writing: check, place each token, turn the keys."""
     k_new, v_new = _new("k_new", k_new, cache), None if v_new is None else _new("v_new", v_new, cache)
     if isinstance(cu_seqlens_new, np.ndarray):
         cu_seqlens_new = int32_tensor("cu_seqlens_new", cu_seqlens_new)
     _check_tensors(cache, k_new, v_new, cu_seqlens_new is not None)
     if rotary is not None:
-        _check_rotary(cache, rotary)
+        check_rotary(rotary, cache)
     index = _batch_index(batch_index, cache)
     entries = cache.batch if index is None else index.shape[0]
     if cu_seqlens_new is not None:
@@ -49,12 +71,7 @@ def append(cache: Cache, k_new: Any, v_new: Any, cu_seqlens_new: Any, batch_inde
         cache.overflow.logical_or_((position >= cache.capacity).any())
         sequence, position, k_flat = sequence[room], position[room], k_flat[room]
         v_flat = None if v_flat is None else v_flat[room]
-    with torch.no_grad():
-        where = cache.locate(sequence, position)
-        write(cache.k, cache.k_scale, where, k_flat)
-        if v_flat is not None:
-            write(cache.v, cache.v_scale, where, v_flat)
-        _count(cache, index, counts)
+    return Append(cache, cache.locate(sequence, position), k_flat, v_flat, index, counts)
 
 
 def _new(name: str, value: Any, cache: Cache) -> Tensor:
@@ -101,7 +118,8 @@ def _check_places(name: str, x: Tensor) -> None:
         fail(ValueError, f"{name} must not be expanded: each number needs a place", strides=list(x.stride()))
 
 
-def _check_rotary(cache: Cache, rotary: Any) -> None:
+def check_rotary(rotary: Any, cache: Cache) -> None:
+    """TypeError or ValueError unless `rotary` can turn the keys of the cache."""
     if not (hasattr(rotary, "turn") and hasattr(rotary, "rotary_dim")):
         fail(TypeError, "rotary must be a Rotary or None", type=type(rotary).__name__)
     check_device("rotary", rotary.cos, cache.k.device)

@@ -97,9 +97,9 @@ class Cache:
         Returns the cache. Raises ValueError before anything is written where there is no room; on a GPU what fits is
         written and `overflow` set, and under torch.compile the index that is too large raises when the step runs.
         """
-        from kilat.kv.append import append
+        from kilat.kv.append import prepared
 
-        append(self, k_new, v_new, cu_seqlens_new, batch_index, rotary)
+        prepared(self, k_new, v_new, cu_seqlens_new, batch_index, rotary).write()
         return self
 
 
