@@ -11,6 +11,7 @@ MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
 FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
+RING = "tests/test_ring.py"
 FUSED = "tests/test_cached_fused.py"
 QUANTISED = "tests/test_quantised.py"
 TILES = "tests/test_cpu_tiles.py tests/test_cpu_user.py"
@@ -133,13 +134,17 @@ MUTANTS = (
         "f.store(f.load(t, lp), lp)",
         CACHED + " " + FORWARD,
     ),
-    Mutant("backends/cpu/rows.py", "page * scales[2] + row * scales[1]", "row * scales[1]", CACHED),
+    Mutant("backends/cpu/rows.py", "page * more[4] + row * more[3]", "row * more[3]", CACHED),
     Mutant("backends/cpu/rows.py", "b * per_b + kv_head * per_h", "b * per_b", CACHED),
     Mutant("backends/cpu/math.py", "denormal = magnitude < 8\n", "denormal = magnitude < 7\n", QUANTISED),
     Mutant("backends/cpu/math.py", "f.select(magnitude.eq(0x7F),", "f.select(magnitude.eq(0x80),", QUANTISED),
     Mutant("kv/quantise.py", ".round().clamp(-128.0, 127.0)", ".round()", QUANTISED),
     Mutant("kv/quantise.py", "x.abs().amax(-1, keepdim=True)", "x.amax(-1, keepdim=True)", QUANTISED),
     Mutant("kv/quantise.py", "torch.where(scale == 0, 1.0, scale)", "scale", QUANTISED),
+    Mutant("backends/cpu/rows.py", "row.set(first + (j - first) % ring)", "row.set(first + j % ring)", RING),
+    Mutant("masks/window.py", "x.first <= first]", "x.first <= first + 1]", RING),
+    Mutant("masks/window.py", "slots - first - x.left for", "slots - first - x.left + 1 for", RING),
+    Mutant("kv/ring.py", "position >= after - around", "position > after - around", RING),
     Mutant("cached.py", "i + lengths.long()[b] - stop[b]", "i + lengths.long()[b] - stop[b] - 1", FUSED),
     Mutant(
         "cached.py", "operands.seqlens_kv = cache.lengths + new.counts", "operands.seqlens_kv = cache.lengths", FUSED

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kilat.dispatch import Report, UnsupportedError
     from kilat.dropout import Dropout
     from kilat.explaining import explain
-    from kilat.kv import ContiguousCache, PagedCache, Rotary
+    from kilat.kv import ContiguousCache, PagedCache, RingCache, Rotary
     from kilat.masks import Causal, Chunked, Dense, Documents, KeyRange, Predicate, Prefix, Window
     from kilat.merging import merge
     from kilat.scores import Alibi, Bias, Score, Softcap
@@ -35,6 +35,7 @@ __all__ = [
     "Predicate",
     "Prefix",
     "Report",
+    "RingCache",
     "Rotary",
     "Score",
     "Softcap",
@@ -57,7 +58,7 @@ _MODULES = {
     "kilat.dispatch": ("Report", "UnsupportedError"),
     "kilat.dropout": ("Dropout",),
     "kilat.explaining": ("explain",),
-    "kilat.kv": ("ContiguousCache", "PagedCache", "Rotary"),
+    "kilat.kv": ("ContiguousCache", "PagedCache", "RingCache", "Rotary"),
     "kilat.masks": ("Causal", "Chunked", "Dense", "Documents", "KeyRange", "Predicate", "Prefix", "Window"),
     "kilat.merging": ("merge",),
     "kilat.scores": ("Alibi", "Bias", "Score", "Softcap"),

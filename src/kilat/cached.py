@@ -75,7 +75,18 @@ def cached_attention(
     if _any_autocast():
         autocast(operands, cached=True)
     options = Options(
-        "cached", structure, ordered, scale, kind, p, out_dtype, False, batch_invariant, num_splits, backend
+        "cached",
+        structure,
+        ordered,
+        scale,
+        kind,
+        p,
+        out_dtype,
+        False,
+        batch_invariant,
+        num_splits,
+        backend,
+        cache.ring_first,
     )
     if k_new is not None or v_new is not None or rotary is not None:
         _extend(cache, options, operands, k_new, v_new, rotary)

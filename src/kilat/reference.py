@@ -135,6 +135,7 @@ class Reference:
     """The oracle as a backend: anything but gradients through caches; never chosen by itself."""
 
     name = "reference"
+    reads_rings = True
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 

@@ -56,7 +56,14 @@ def places(problem: Problem, op: Operands) -> Iterator[Place]:
         if op.page_table is not None:
             j = torch.arange(kv_len, device=op.q.device)
             kv = (op.page_table[b].long()[j // problem.page_size], j % problem.page_size)
+        if problem.ring_first is not None:
+            kv = (b, ring_slot(torch.arange(kv_len, device=op.q.device), problem.ring_first, op.k.shape[1]))
         yield Place(b, q_len, kv_len, q, kv)
+
+
+def ring_slot(t: Tensor, first: int, slots: int) -> Tensor:
+    """Where a ring cache has token t: the first ones stay, the others go round behind them."""
+    return torch.where(t < first, t, first + (t - first) % (slots - first))
 
 
 def _span(b: int, offsets: Tensor | None, lengths: Tensor | None, full: int) -> tuple[tuple[Any, ...], int]:

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kilat.masks.core import FAR
 from kilat.problem import QUANTISED, Options, Problem
 from kilat.validate_basic import check_device, check_flag, check_host_int, check_int32, check_rank, check_tensor, fail
-from kilat.validate_tensors import check_dropout, check_masks, check_scales, check_scores, check_sink, dtype_name
+from kilat.validate_tensors import (
+    check_dropout,
+    check_masks,
+    check_ring,
+    check_scales,
+    check_scores,
+    check_sink,
+    dtype_name,
+)
 
 if TYPE_CHECKING:
     from kilat.problem import Operands
@@ -209,16 +218,19 @@ def problem_of(options: Options, operands: Operands, grad_of: frozenset[str] = f
         check_sink(operands.sink, q)
     check_scores(options, operands, batch)
     check_masks(options, operands, batch)
+    check_ring(options, operands)
     check_dropout(options, operands, batch)
     if layout == "cached":
         _check_no_grad(operands)
     return _assemble(options, operands, batch, grad_of)
 
 
-def _seqlen_kv(layout: str, operands: Operands) -> int:
+def _seqlen_kv(options: Options, operands: Operands) -> int:
     """Keys a sequence can have; ragged: of all sequences together."""
-    if layout == "ragged":
+    if options.layout == "ragged":
         return operands.k.shape[0]
+    if options.ring_first is not None:
+        return FAR
     pages = 1 if operands.page_table is None else operands.page_table.shape[1]
     return pages * operands.k.shape[1]
 
@@ -244,6 +256,7 @@ def _assemble(options: Options, operands: Operands, batch: int, grad_of: frozens
         padded_q=dense and operands.seqlens_q is not None,
         padded_kv=dense and operands.seqlens_kv is not None,
         page_size=page_size,
+        ring_first=options.ring_first,
         kv_dtype=dtype_name(k) if k.dtype != q.dtype else "",
         quantised="" if operands.k_scale is None else "head" if operands.k_scale.dim() == 1 else "token",
         needs_grad=bool(grad_of),
@@ -252,7 +265,7 @@ def _assemble(options: Options, operands: Operands, batch: int, grad_of: frozens
         batch_invariant=options.batch_invariant,
         batch=batch,
         seqlen_q=q.shape[0] if q.dim() == 3 else q.shape[1],
-        seqlen_kv=_seqlen_kv(options.layout, operands),
+        seqlen_kv=_seqlen_kv(options, operands),
         scale=head_dim**-0.5 if options.scale is None else 1.0 * options.scale,
         dropout_p=options.dropout_p,
         num_splits=options.num_splits,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kilat.masks import KeyRange, Prefix
 from kilat.masks.core import leaves
+from kilat.masks.window import ring_room
 from kilat.problem import QUANTISED
 from kilat.validate_basic import check_device, check_int32, check_tensor, fail, plain
 
@@ -122,6 +123,19 @@ def check_dropout(options: Options, operands: Operands, batch: int) -> None:
             fail(
                 TypeError, f"dropout {name} must be an int or a 0-d int64 tensor", shape=value.shape, dtype=value.dtype
             )
+
+
+def check_ring(options: Options, operands: Operands) -> None:
+    """ValueError unless the mask hides what a ring cache no longer holds; lengths of ragged queries are values."""
+    first, slots = options.ring_first, operands.k.shape[1]
+    if first is None:
+        return
+    room = ring_room(options.mask, first, slots)
+    seqlen_q = _lengths("cached", operands)[0] or 0
+    if room < 1 or seqlen_q > room:
+        wanted = f"a ring needs a Window with first <= {first} and left + seqlen_q <= {slots - first} in its mask"
+        got = "None" if options.mask is None else options.mask.name
+        fail(ValueError, wanted, mask=got, seqlen_q=plain(seqlen_q))
 
 
 def dtype_name(x: Tensor) -> str:

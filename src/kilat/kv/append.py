@@ -71,6 +71,11 @@ def prepared(
         cache.overflow.logical_or_((position >= cache.capacity).any())
         sequence, position, k_flat = sequence[room], position[room], k_flat[room]
         v_flat = None if v_flat is None else v_flat[room]
+    last = cache.lengths.long() if index is None else cache.lengths.long()[index]
+    lasting = cache.lasting(position, (last + counts)[entry], k_new.shape[-3])
+    if lasting is not None:
+        sequence, position, k_flat = sequence[lasting], position[lasting], k_flat[lasting]
+        v_flat = None if v_flat is None else v_flat[lasting]
     return Append(cache, cache.locate(sequence, position), k_flat, v_flat, index, counts)
 
 

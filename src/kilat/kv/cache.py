@@ -35,6 +35,8 @@ class Cache:
     overflow: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    ring_first: int | None = None
+    """Of a ring: the first tokens, which are kept."""
     shares_values = False
     """Whether v is a part of k, so that an append writes keys only."""
 
@@ -69,6 +71,13 @@ class Cache:
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         """Indices of the first axes of k and v for tokens at `position` of `sequence`, both int64 [n]."""
         raise NotImplementedError(f"{type(self).__name__} must define locate")
+
+    def lasting(self, position: Tensor, after: Tensor, longest: int) -> Tensor | None:
+        """Which tokens of an append are still there at its end, bool [n]; None: all are.
+
+        Token i goes to position[i] of a sequence that will have after[i] tokens, at most `longest` of them new.
+        """
+        return None
 
     def operands(self, q: Any) -> Operands:
         """Operands of a call: k, v, `seqlens_kv`, scales, and for pages `page_table`."""

@@ -23,14 +23,7 @@ class ContiguousCache(Cache):
 
     def __init__(self, k: Any, v: Any, lengths: Any, k_scale: Any = None, v_scale: Any = None) -> None:
         super().__init__(k, v, lengths, k_scale, v_scale)
-        check_rank("k", self.k, ("batch", "capacity", "num_heads_kv", "head_dim"))
-        check_rank("v", self.v, ("batch", "capacity", "num_heads_kv", "head_dim_v"))
-        check_device("v", self.v, self.k.device)
-        if self.k.shape[:3] != self.v.shape[:3]:
-            fail(ValueError, "k and v must have the same batch, capacity and heads", k=self.k.shape, v=self.v.shape)
-        if self.lengths.shape[0] != self.k.shape[0]:
-            fail(ValueError, "lengths must be [batch]", batch=self.k.shape[0], shape=self.lengths.shape)
-        check_scales(self.k, self.v, self.k_scale, self.v_scale)
+        check_contiguous(self)
 
     @classmethod
     def heads_first(cls, k: Any, v: Any, lengths: Any, k_scale: Any = None, v_scale: Any = None) -> Self:
@@ -48,3 +41,15 @@ class ContiguousCache(Cache):
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         """(row, position) in k and v."""
         return sequence, position
+
+
+def check_contiguous(cache: Cache) -> None:
+    """TypeError or ValueError unless k, v, lengths and scales are those of sequences with a stretch of memory each."""
+    check_rank("k", cache.k, ("batch", "capacity", "num_heads_kv", "head_dim"))
+    check_rank("v", cache.v, ("batch", "capacity", "num_heads_kv", "head_dim_v"))
+    check_device("v", cache.v, cache.k.device)
+    if cache.k.shape[:3] != cache.v.shape[:3]:
+        fail(ValueError, "k and v must have the same batch, capacity and heads", k=cache.k.shape, v=cache.v.shape)
+    if cache.lengths.shape[0] != cache.k.shape[0]:
+        fail(ValueError, "lengths must be [batch]", batch=cache.k.shape[0], shape=cache.lengths.shape)
+    check_scales(cache.k, cache.v, cache.k_scale, cache.v_scale)

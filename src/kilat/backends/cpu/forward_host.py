@@ -74,12 +74,12 @@ class Kernel:
 def variant(problem: Problem, isa: Isa) -> str:
     """Which kernel runs: "amx" and "dot" for bfloat16 with pair products in hardware, else "fma".
 
-    Quantised keys are scaled as they come in, which only float32 has room for.
+    Quantised keys are scaled as they come in, which only float32 has room for, and rings are for few queries.
 
     On Intel the dot instruction has half the rate of two float32 ones (measured: 117 against 200 GFLOP/s), so there
     it is used only if the instruction set is asked for by name.
     """
-    if problem.quantised:
+    if problem.quantised or problem.ring_first is not None:
         return "fma"
     if problem.dtype == "bfloat16" and isa.has_amx:
         return "amx"
@@ -255,12 +255,12 @@ def _put_strides(params: NDArray[np.int64], names: Params, call: Call) -> None:
             params[at[f"{name}_page"]], params[at[f"{name}_b"]] = byte_strides(t)[0], 0
         params[at["pages_b"]], params[at["page_size"]] = byte_strides(o.page_table)[0], p.page_size
     params[at["kv_dtype"]] = dtype_code(o.k)
+    if p.ring_first is not None:
+        params[at["ring_first"]], params[at["ring"]] = p.ring_first, o.k.shape[1] - p.ring_first
+    axes = ("b", "n", "h") if o.page_table is None else ("page", "n", "h")
     for name, t in (("k_scale", o.k_scale), ("v_scale", o.v_scale)):
-        if t is None:
-            continue
-        *first, head = [0] * (3 - t.dim()) + byte_strides(t)
-        names_ = ("page", "n") if o.page_table is not None else ("b", "n")
-        for axis, stride in zip((*names_, "h"), (*first, head), strict=True):
+        strides = [] if t is None else byte_strides(t)
+        for axis, stride in zip(reversed(axes), reversed(strides), strict=False):
             params[at[f"{name}_{axis}"]] = stride
 
 

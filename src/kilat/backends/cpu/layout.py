@@ -53,10 +53,12 @@ COMMON = (
     "keep_j",
 )
 
-# The type of stored keys and values, and where the scales of quantised ones lie, by strides as for the tokens (of one
-# scale a head, all but the head's are 0).
-SCALES = (
+# The type of stored keys and values; where the scales of quantised ones lie, by strides as for the tokens (of one scale
+# a head, all but the head's are 0); of a ring the first tokens, which stay, and the slots of the others (0: no ring).
+CACHE = (
     "kv_dtype",
+    "ring_first",
+    "ring",
     *("k_scale", "k_scale_b", "k_scale_n", "k_scale_h", "k_scale_page"),
     *("v_scale", "v_scale_b", "v_scale_n", "v_scale_h", "v_scale_page"),
 )

@@ -52,6 +52,14 @@ def lane_mask(f: Function, lanes: int, live: Value) -> Value:
     return f.iota(I32.vec(lanes)) < n
 
 
+def ring_row(f: Function, j: Value, first: Value, ring: Value) -> Value:
+    """The row of token j: the first ones stay, the others go round in `ring` rows behind them; 0: no ring."""
+    row = f.var(I64, j)
+    with f.when(ring.ne(0) & (j >= first)):
+        row.set(first + (j - first) % ring)
+    return row.get()
+
+
 def row_place(f: Function, j: Value, pages: Value, page_size: Value) -> tuple[Value, Value]:
     """(page, row in it) of row j by `pages` (int32 table of a sequence); (0, j) where that is null."""
     page, row = f.var(I64, 0), f.var(I64, j)
@@ -67,21 +75,21 @@ def row_offset(f: Function, j: Value, stride: Value, pages: Value, page_size: Va
     return page * page_stride + row * stride
 
 
-def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa, *, quantised: bool = False) -> Function:
+def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa, *, cached: bool = False) -> Function:
     """load_rows(base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code).
 
     dst[r][0 : round_up(dim, lanes)] = scale * row r, zero behind dim; rows from `rows` up to `pad` are zeroed. Returns
     1 if some number is not finite. Row r comes from base + (first + r) * stride, or, with pages (int32 table of this
     sequence) not null, from base + pages[(first + r) / page_size] * page_stride + ((first + r) % page_size) * stride.
 
-    quantised: further arguments (scales, scale_stride, scale_page) say in the same way where the float32 lies that a
-    row of float8_e4m3fn or int8 is multiplied by; rows of other types read none.
+    cached: further arguments (ring_first, ring, scales, scale_stride, scale_page), see `ring_row`. The last three say
+    in the same way where the float32 lies that a row of float8_e4m3fn or int8 is multiplied by; other types read none.
     """
     args = [PTR, I64, PTR, I64, I64, I64, I64, I64, PTR, I64, compute, I64]
     vec = compute.vec(lanes)
-    name = "load_quantised_rows" if quantised else "load_rows"
-    with m.function(name, [*args, PTR, I64, I64] if quantised else args, I64) as f:
-        base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code, *scales = f.args
+    name = "load_cached_rows" if cached else "load_rows"
+    with m.function(name, [*args, I64, I64, PTR, I64, I64] if cached else args, I64) as f:
+        base, stride, pages, page_size, page_stride, first, rows, pad, dst, dim, scale, code, *more = f.args
         whole, pitch = dim - dim % lanes, (dim + (lanes - 1)) // lanes * vec.bytes
         factor = f.splat(scale, lanes)
         tail = lane_mask(f, lanes, dim - whole)
@@ -94,13 +102,14 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa, *, quantised
             bad.set(bad.get() | f.bitcast(x - x, bits))  # x - x is +0, or NaN for inf and NaN
             f.store(x * factor, to)
 
-        for name in (*stored_types(compute), *(QUANTISED_CODES if quantised else ())):
+        for name in (*stored_types(compute), *(QUANTISED_CODES if cached else ())):
             elem = _ELEM[name]
             with f.when(code.eq(_CODES[name])), f.range(0, rows) as r:
-                page, row = row_place(f, first + r, pages, page_size)
+                j = ring_row(f, first + r, *more[:2]) if cached else first + r
+                page, row = row_place(f, j, pages, page_size)
                 src, to, step = base.at(page * page_stride + row * stride), dst.at(r * pitch), None
                 if name in QUANTISED_CODES:
-                    step = _step(f, scales[0].at(page * scales[2] + row * scales[1]), vec)
+                    step = _step(f, more[2].at(page * more[4] + row * more[3]), vec)
                 ahead = src.at(stride * PREFETCH_ROWS)
                 with f.range(0, whole, lanes) as d:
                     f.prefetch(ahead.at(d * elem.bytes))
@@ -114,10 +123,11 @@ def build_load_rows(m: Module, compute: Type, lanes: int, isa: Isa, *, quantised
     return f
 
 
-def scales(f: Function, names: Params, p: Value, name: str, b: Value, kv_head: Value) -> tuple[Value, Value, Value]:
-    """The last arguments of a quantised `load_rows` for k or v of sequence b, from the slots `SCALES`."""
+def place_of(f: Function, names: Params, p: Value, name: str, b: Value, kv_head: Value) -> tuple[Value, ...]:
+    """The last arguments of a cached `load_rows` for k or v of sequence b, from the slots `CACHE`."""
     per_b, per_h, stride, page = (names.read(f, p, f"{name}_scale_{axis}") for axis in ("b", "h", "n", "page"))
-    return names.pointer(f, p, f"{name}_scale").at(b * per_b + kv_head * per_h), stride, page
+    ring = (names.read(f, p, "ring_first"), names.read(f, p, "ring"))
+    return *ring, names.pointer(f, p, f"{name}_scale").at(b * per_b + kv_head * per_h), stride, page
 
 
 def _step(f: Function, at: Value, vec: Type) -> Value:
