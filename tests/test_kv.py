@@ -260,7 +260,7 @@ def test_cached_is_forward_only() -> None:
         kilat.cached_attention(q, cache, backend="reference")
     with torch.no_grad():
         kilat.cached_attention(q, cache, backend="reference")
-    with pytest.raises(TypeError, match="plan must be None"):
+    with pytest.raises(TypeError, match=r"plan must be what kilat.plan returns, or None; got type=object"):
         kilat.cached_attention(q.detach(), cache, plan=object())
     with pytest.raises(TypeError, match="cache must be"):
         kilat.cached_attention(q.detach(), (cache.k, cache.v))

@@ -11,7 +11,7 @@ from kilat._version import __version__
 
 if TYPE_CHECKING:
     from kilat.api import attention, ragged_attention
-    from kilat.cached import cached_attention
+    from kilat.cached import CachePlan, cached_attention, plan
     from kilat.checks import check
     from kilat.dispatch import Report, UnsupportedError
     from kilat.dropout import Dropout
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alibi",
     "Bias",
+    "CachePlan",
     "Causal",
     "Chunked",
     "ContiguousCache",
@@ -47,13 +48,14 @@ __all__ = [
     "check",
     "explain",
     "merge",
+    "plan",
     "ragged_attention",
 ]
 
 # Names are imported when they are asked for: `kilat --help` answers without waiting seconds for torch.
 _MODULES = {
     "kilat.api": ("attention", "ragged_attention"),
-    "kilat.cached": ("cached_attention",),
+    "kilat.cached": ("CachePlan", "cached_attention", "plan"),
     "kilat.checks": ("check",),
     "kilat.dispatch": ("Report", "UnsupportedError"),
     "kilat.dropout": ("Dropout",),

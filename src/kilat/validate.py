@@ -166,14 +166,19 @@ def _check_options(options: Options, operands: Operands) -> None:
     if options.out_dtype is not None and options.out_dtype not in allowed:
         names = " or ".join(dict.fromkeys(str(x) for x in allowed))
         fail(ValueError, f"out_dtype must be None, {names} for q of {dtype}", out_dtype=options.out_dtype)
-    out = operands.out
+    check_out(options.out_dtype, operands)
+
+
+def check_out(out_dtype: torch.dtype | None, operands: Operands) -> None:
+    """ValueError unless the caller's buffer, if there is one, can hold the result."""
+    out, dtype = operands.out, operands.q.dtype
     if out is not None:
         check_tensor("out", out)
         shape = (*operands.q.shape[:-1], operands.v.shape[-1])
-        if out.shape != shape or out.dtype != (options.out_dtype or dtype) or out.device != operands.q.device:
+        if out.shape != shape or out.dtype != (out_dtype or dtype) or out.device != operands.q.device:
             fail(
                 ValueError,
-                f"out must be {list(shape)}, {options.out_dtype or dtype}, on {operands.q.device}",
+                f"out must be {list(shape)}, {out_dtype or dtype}, on {operands.q.device}",
                 shape=out.shape,
                 dtype=out.dtype,
                 device=out.device,
