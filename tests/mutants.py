@@ -11,6 +11,7 @@ MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
 FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
+SPLITS = "tests/test_cpu_splits.py"
 RING = "tests/test_ring.py"
 FUSED = "tests/test_cached_fused.py"
 QUANTISED = "tests/test_quantised.py"
@@ -145,6 +146,11 @@ MUTANTS = (
     Mutant("masks/window.py", "x.first <= first]", "x.first <= first + 1]", RING),
     Mutant("masks/window.py", "slots - first - x.left for", "slots - first - x.left + 1 for", RING),
     Mutant("kv/ring.py", "position >= after - around", "position > after - around", RING),
+    Mutant("backends/cpu/forward_host.py", "if lone and not p.batch_invariant else", "if lone else", SPLITS),
+    Mutant("backends/cpu/forward_host.py", "<= FILL[kind] * block_q", "< 0 * block_q", SPLITS),
+    Mutant(
+        "backends/cpu/decode_tasks.py", "[INVARIANT_CHUNK] * len(blocks)", "[64 * len(blocks)] * len(blocks)", SPLITS
+    ),
     Mutant("cached.py", "i + lengths.long()[b] - stop[b]", "i + lengths.long()[b] - stop[b] - 1", FUSED),
     Mutant(
         "cached.py", "operands.seqlens_kv = cache.lengths + new.counts", "operands.seqlens_kv = cache.lengths", FUSED

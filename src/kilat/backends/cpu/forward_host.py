@@ -36,6 +36,14 @@ _EMPTY_COUNTERS = bytes(_COUNTERS)
 _CACHED_PLANS = 256
 # A sequence with at most this many rows (queries times heads of a group) goes to the kernel for few queries.
 FEW_ROWS = 32
+# Against many keys the kernel for few queries also gets, by kernel of the forward ("amx" is too fast for either):
+# sequences whose queries fill at most this part of the forward's blocks, since it works on live rows alone (one core,
+# 2k and 16k keys: 8 heads of a group with 5 queries each 5 to 16 times as fast, with as many as FILL says 1.2 times);
+# all sequences of a call with at most so many blocks, since it alone is split over keys (one core: 1.2 times as slow
+# in float32, 2 times in bfloat16).
+FILL = {"fma": 0.63, "dot": 0.35}
+LONE_BLOCKS = {"fma": 4, "dot": 1}
+MANY_KEYS = 1024
 
 
 @dataclass
@@ -145,13 +153,30 @@ def _plan(problem: Problem, o: Operands) -> Plan:
     return plan
 
 
+def for_few(call: Call, kind: str, block_q: int) -> NDArray[np.bool_]:
+    """Which sequences go to the kernel for few queries; the Problem and lengths alone say so, never the threads.
+
+    With batch_invariant no sequence's companions count either.
+    """
+    p = call.problem
+    few = call.q_len * p.group <= (FEW_ROWS if p.group <= FEW_ROWS else decode.MAX_ROWS)
+    if kind not in FILL or p.group > decode.MAX_ROWS:
+        return few
+    blocks, many = -(-call.q_len // block_q), call.kv_len >= MANY_KEYS
+    few |= many & (call.q_len <= FILL[kind] * block_q * blocks)
+    lone = int(blocks[~few].sum()) * p.num_heads_q <= LONE_BLOCKS[kind]
+    return few | many if lone and not p.batch_invariant else few
+
+
 def _make_plan(problem: Problem, operands: Operands) -> Plan:
     isa, compute = host_isa(), compute_type(problem)
     call = Call(problem, operands)
     plan = Plan(call, [])
-    few = call.q_len * problem.group <= (FEW_ROWS if problem.group <= FEW_ROWS else decode.MAX_ROWS)
+    kind = variant(problem, isa)
+    block = blocking(isa.lanes32, compute) if kind == "fma" else forward_half.BLOCK
+    few = for_few(call, kind, block.lanes * block.vectors)
     if not few.all():
-        chosen = kernel(isa, compute, variant(problem, isa))
+        chosen = kernel(isa, compute, kind)
         tasks = forward_tasks.tasks(call, chosen.block, ~few)
         layout = chosen.layout(problem.head_dim, problem.head_dim_v)
         _add(plan, _Target(chosen.address, FORWARD, geometry(chosen.block), layout), tasks, isa)
