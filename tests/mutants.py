@@ -11,6 +11,7 @@ MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
 FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
+UNREAD = "tests/test_append_unread.py"
 SPLITS = "tests/test_cpu_splits.py"
 RING = "tests/test_ring.py"
 FUSED = "tests/test_cached_fused.py"
@@ -151,6 +152,9 @@ MUTANTS = (
     Mutant(
         "backends/cpu/decode_tasks.py", "[INVARIANT_CHUNK] * len(blocks)", "[64 * len(blocks)] * len(blocks)", SPLITS
     ),
+    Mutant("kv/append.py", "t < counts[entry]", "t <= counts[entry]", UNREAD),
+    Mutant("kv/append.py", "owned = owned & room & (position >= 0)", "owned = owned & (position >= 0)", UNREAD),
+    Mutant("kv/quantise.py", "x if some is None else torch.where(some, x, to[where])", "x", UNREAD),
     Mutant("cached.py", "i + lengths.long()[b] - stop[b]", "i + lengths.long()[b] - stop[b] - 1", FUSED),
     Mutant(
         "cached.py", "operands.seqlens_kv = cache.lengths + new.counts", "operands.seqlens_kv = cache.lengths", FUSED

@@ -27,6 +27,7 @@ class Append(NamedTuple):
     where: tuple[Tensor, ...]
     k: Tensor
     v: Tensor | None
+    some: Tensor | None  # False if no token is to be written; None where that is not asked
     batch_index: Tensor | None
     counts: Tensor
 
@@ -34,9 +35,9 @@ class Append(NamedTuple):
         """Write the tokens and count them."""
         cache = self.cache
         with torch.no_grad():
-            write(cache.k, cache.k_scale, self.where, self.k)
+            write(cache.k, cache.k_scale, self.where, self.k, self.some)
             if self.v is not None:
-                write(cache.v, cache.v_scale, self.where, self.v)
+                write(cache.v, cache.v_scale, self.where, self.v, self.some)
             _count(cache, self.batch_index, self.counts)
 
 
@@ -56,7 +57,7 @@ def prepared(
         check_int32("cu_seqlens_new", cu_seqlens_new, (entries + 1,), "n + 1", cache.k.device)
     elif k_new.shape[0] != entries:
         fail(ValueError, "k_new must have an entry for each sequence appended to", k_new=k_new.shape, sequences=entries)
-    checked = cache.k.device.type == "cpu" and not torch.compiler.is_compiling()
+    checked = not _unread(cache)
     if checked:
         _check_values(cache, k_new, cu_seqlens_new, index)
     entry, t, counts = _tokens(k_new, cu_seqlens_new, entries, cache.k.device, checked)
@@ -66,17 +67,48 @@ def prepared(
     v_flat = v_new if v_new is None else v_new.flatten(0, 1) if cu_seqlens_new is None else v_new[: entry.shape[0]]
     if rotary is not None:
         k_flat = rotary.turn(k_flat, position)
-    if not checked and not torch.compiler.is_compiling():
-        room = (position < cache.capacity).nonzero()[:, 0]
-        cache.overflow.logical_or_((position >= cache.capacity).any())
-        sequence, position, k_flat = sequence[room], position[room], k_flat[room]
-        v_flat = None if v_flat is None else v_flat[room]
     last = cache.lengths.long() if index is None else cache.lengths.long()[index]
-    lasting = cache.lasting(position, (last + counts)[entry], k_new.shape[-3])
+    chosen, some = cache.lasting(position, (last + counts)[entry], k_new.shape[-3]), None
+    if not checked:
+        chosen, some = _stand_ins(cache, chosen, t < counts[entry], position)
+    if chosen is not None:
+        sequence, position, k_flat = sequence[chosen], position[chosen], k_flat[chosen]
+        v_flat = None if v_flat is None else v_flat[chosen]
+    return Append(cache, _places(cache, sequence, position), k_flat, v_flat, some, index, counts)
+
+
+def _unread(cache: Cache) -> bool:
+    """Whether what lengths and offsets hold is not read here: to read it would stall a GPU, and a tracer cannot."""
+    return _elsewhere(cache) or torch.compiler.is_compiling()
+
+
+def _elsewhere(cache: Cache) -> bool:
+    return cache.k.device.type != "cpu"
+
+
+def _stand_ins(cache: Cache, lasting: Tensor | None, owned: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens to write, int64 [tokens], and whether there is any; sizes do not depend on values.
+
+    One that has no owner, no room, or does not last is replaced by the first that is to be written: the same number
+    goes to the same place twice. If there is none, what lies there is written again (`quantise.write`).
+    """
     if lasting is not None:
-        sequence, position, k_flat = sequence[lasting], position[lasting], k_flat[lasting]
-        v_flat = None if v_flat is None else v_flat[lasting]
-    return Append(cache, cache.locate(sequence, position), k_flat, v_flat, index, counts)
+        owned = owned & lasting
+    if _elsewhere(cache):
+        room = position < cache.capacity
+        cache.overflow.logical_or_((owned & ~room).any())
+        owned = owned & room & (position >= 0)
+    count = position.shape[0]
+    first = torch.cat((owned, owned.new_ones(1))).int().argmax().clamp(max=max(count - 1, 0))
+    return torch.where(owned, torch.arange(count, device=position.device), first), owned.any()
+
+
+def _places(cache: Cache, sequence: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+    """Where tokens go; on a GPU nothing that a length or a page table holds leads outside the cache."""
+    if not _elsewhere(cache):
+        return cache.locate(sequence, position)
+    where = cache.locate(sequence, position.clamp(0, max(cache.capacity - 1, 0)))
+    return tuple(i.clamp(0, max(n - 1, 0)) for i, n in zip(where, cache.k.shape, strict=False))
 
 
 def _new(name: str, value: Any, cache: Cache) -> Tensor:
@@ -186,7 +218,7 @@ def _tokens(
         return entry, t, torch.full((entries,), seqlen, dtype=torch.int32, device=device)
     counts = cu_seqlens_new.diff()
     # Tokens past the last offset belong to no sequence; where offsets are not read, they end at the last token.
-    total = int(cu_seqlens_new[-1]) if checked else k_new.shape[0]
+    total = int(cu_seqlens_new[-1]) if checked else k_new.shape[0] if entries else 0
     token = torch.arange(total, device=device)
     entry = torch.searchsorted(cu_seqlens_new[1:].long(), token, right=True)
     if not checked:
@@ -199,5 +231,5 @@ def _count(cache: Cache, index: Tensor | None, counts: Tensor) -> None:
         cache.lengths.add_(counts)
     else:
         cache.lengths.index_add_(0, index, counts.to(cache.lengths.dtype))
-    if cache.k.device.type != "cpu":
+    if _elsewhere(cache):
         cache.lengths.clamp_(max=cache.capacity)

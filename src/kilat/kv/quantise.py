@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def write(to: Tensor, scale: Tensor | None, where: Sequence[Tensor], x: Tensor) -> None:
-    """to[where] = x [tokens, heads, dim]; into a quantised tensor stored, and a token's scale beside it."""
-    where = tuple(where)
+def write(to: Tensor, scale: Tensor | None, where: Sequence[Tensor], x: Tensor, some: Tensor | None = None) -> None:
+    """to[where] = x [tokens, heads, dim]; into a quantised tensor stored, and a token's scale beside it.
+
+    some: a bool tensor [] that says, if it is False, that what lies there stays.
+    """
     if scale is None:
-        to.index_put_(where, x)
+        _put(to, tuple(where), x, some)
         return
     largest = QUANTISED[dtype_name(to)]
     x = x.float()
@@ -26,9 +28,13 @@ def write(to: Tensor, scale: Tensor | None, where: Sequence[Tensor], x: Tensor) 
         step = scale[:, None]
     else:
         step = x.abs().amax(-1, keepdim=True) / largest  # NaN and inf reach it, and through it the whole token
-        scale.index_put_(where, step[..., 0])
+        _put(scale, tuple(where), step[..., 0], some)
     # As bytes: torch need not know how to place numbers of 8 bits.
-    to.view(torch.uint8).index_put_(where, stored(x, step, to.dtype).view(torch.uint8))
+    _put(to.view(torch.uint8), tuple(where), stored(x, step, to.dtype).view(torch.uint8), some)
+
+
+def _put(to: Tensor, where: tuple[Tensor, ...], x: Tensor, some: Tensor | None) -> None:
+    to.index_put_(where, x if some is None else torch.where(some, x, to[where]))
 
 
 def stored(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
