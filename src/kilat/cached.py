@@ -56,7 +56,7 @@ def cached_attention(
       writes first; None where that was done before. v_new is None where the values are a part of the keys.
     - rotary: turns q, and k_new if given, to their positions.
     - num_splits: parts that each sequence's keys are cut into, None to let the backend choose.
-    - plan: of `kilat.plan`, which then has mask, scores, scale, num_splits, batch_invariant, out_dtype and backend.
+    - plan: from `kilat.plan`, which then has mask, scores, scale, num_splits, batch_invariant, out_dtype and backend.
     - out: a buffer for the result.
 
     Returns out like q with head_dim_v channels, and with return_lse also lse [batch, num_heads_q, seqlen_q] (ragged:
