@@ -18,13 +18,16 @@ from markdown_table import table
 
 from kilat.backends import registry
 from kilat.checks.cases import MASKS, SCORES, Sizes
+from kilat.dispatch import reasons_against
+from kilat.masks import Window
 from kilat.problem import Operands, Options, Problem
 from kilat.scores import in_order
 from kilat.validate import problem_of
 
 DEVICES = {"gluon": "cuda", "cutile": "cuda", "triton": "cuda", "cpu": "cpu", "reference": "cpu"}
-CACHES = ("contiguous cache", "paged cache", "quantised pages")
+CACHES = ("contiguous cache", "paged cache", "quantised pages", "ring cache")
 SEQLEN = 128
+RING = Window(31, 0, first=4)
 Change = Callable[["Call"], None]
 
 
@@ -55,6 +58,8 @@ class Call:
         operands = self._operands()
         z = Sizes(2, self.heads[0], SEQLEN, SEQLEN, torch.Generator().manual_seed(0))
         mask = None if self.mask is None else self.mask(z)
+        if self.layout == "ring cache":  # takes no others
+            mask = RING if mask is None else RING & mask
         scores = in_order(tuple(make(z) for make in self.scores))
         operands.mask_tensors = () if mask is None else tuple(mask.tensors())
         operands.score_tensors = tuple(tuple(score.tensors()) for score in scores)
@@ -69,6 +74,7 @@ class Call:
             self.out_dtype,
             self.deterministic,
             self.batch_invariant,
+            ring_first=4 if self.layout == "ring cache" else None,
         )
         grad_of = frozenset({"q", "k", "v", "sink", "bias", "score_tensors"}) if self.grad else frozenset[str]()
         return problem_of(options, operands, grad_of)
@@ -78,8 +84,9 @@ class Call:
         rows = (2 * SEQLEN,) if ragged else (2, SEQLEN)
         (heads_q, heads_kv), (dim, dim_v) = self.heads, self.head_dims
         q = torch.empty(*rows, heads_q, dim, dtype=self.dtype, requires_grad=self.grad)
-        rows_kv = (4, SEQLEN // 2) if pages else rows
-        k, v = (torch.empty(*rows_kv, heads_kv, n, dtype=self.dtype) for n in (dim, dim_v))
+        rows_kv = (4, SEQLEN // 2) if pages else (2, 2 * SEQLEN) if self.layout == "ring cache" else rows
+        stored = torch.int8 if self.layout == "quantised pages" else self.dtype
+        k, v = (torch.empty(*rows_kv, heads_kv, n, dtype=stored) for n in (dim, dim_v))
         operands = Operands(q, k, v, sink=torch.empty(heads_q) if self.sink else None)
         lengths = torch.full((2,), SEQLEN, dtype=torch.int32)
         if ragged:
@@ -111,10 +118,7 @@ def _batch_invariant(call: Call) -> None:
 
 
 AXES: dict[str, dict[str, Change]] = {
-    "layout": {
-        name: _set(layout=name)
-        for name in ("dense", "padded", "ragged", "contiguous cache", "paged cache", "quantised pages")
-    },
+    "layout": {name: _set(layout=name) for name in ("dense", "padded", "ragged", *CACHES)},
     "dtype": {name: _set(dtype=getattr(torch, name)) for name in ("bfloat16", "float16", "float32", "float64")},
     "out_dtype": {"that of q": _set(), "float32": _set(out_dtype=torch.float32)},
     "query to key/value heads": {f"{q} to {kv}": _set(heads=(q, kv)) for q, kv in ((8, 8), (8, 2), (8, 1))},
@@ -198,9 +202,7 @@ def _problem(chosen: dict[str, str]) -> Problem:
 def _say(problem: Problem) -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     for name in loaded():
-        backend = registry.get(name)
-        if not isinstance(backend, str):
-            said[name] = backend.unsupported(replace(problem, device=DEVICES[name]))
+        said[name] = reasons_against(name, replace(problem, device=DEVICES[name]))
     return said
 
 

@@ -17,6 +17,7 @@ from kilat.masks import Causal, Chunked, Dense, Documents, KeyRange, Mask, Predi
 from kilat.scores import Alibi, Bias, Score, ScoreModifier, Softcap
 
 INT32_MAX = 2**31 - 1
+QUANTISED = ("int8-head", "int8-token", "float8_e4m3fn-head", "float8_e4m3fn-token")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Case:
     logits: float = 1.0  # q is multiplied by this
     strides: str = "contiguous"  # contiguous, heads_first, sliced, packed, expanded_heads, expanded_batch
     page_size: int = 16
+    kv: str = ""  # cached, paged: quantised, "int8-head", "int8-token", "float8_e4m3fn-head", "float8_e4m3fn-token"
 
     def __str__(self) -> str:
         return self.name
@@ -361,6 +363,26 @@ def _caches() -> list[Case]:
         Case(f"paged-page{n}", "paged", seqlen=(2, 70), lengths_kv=(70, 33), page_size=n, mask="causal", heads=(2, 1))
         for n in (1, 3, 64, 128)
     ]
+    return cases + _quantised()
+
+
+def _quantised() -> list[Case]:
+    """Quantised caches, both types, both kinds of scales, with something of everything."""
+    one = Case("", "paged", batch=3, seqlen=(1, 160), lengths_kv=(1, 130, 63), heads=(4, 2), mask="causal")
+    cases: list[Case] = []
+    for kv in QUANTISED:
+        cases += [
+            replace(one, name=f"{kv}-page{n}", kv=kv, page_size=n, seqlen=(2, 160), head_dim=dim, dtype=dtype)
+            for n, dim, dtype in [(1, 17, "float32"), (3, 64, "bfloat16"), (16, 33, "float16"), (64, 128, "bfloat16")]
+        ]
+        cases += [
+            replace(one, name=f"{kv}-cached", kv=kv, layout="cached", scores="alibi", mask="window_first", sink=True),
+            replace(one, name=f"{kv}-all", kv=kv, scores="all", mask="everything", sink=True, strides="heads_first"),
+            replace(one, name=f"{kv}-ragged", kv=kv, lengths_q=(1, 129, 0), tail=2, dtype="bfloat16", scores="softcap"),
+            replace(one, name=f"{kv}-prefill", kv=kv, layout="cached", seqlen=(63, 160), lengths_kv=(63, 130, 0)),
+            replace(one, name=f"{kv}-float64", kv=kv, dtype="float64", head_dim_v=7, strides="sliced"),
+            replace(one, name=f"{kv}-empty", kv=kv, lengths_kv=(0, 0, 5), sink=True),
+        ]
     return cases
 
 

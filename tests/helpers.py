@@ -49,7 +49,7 @@ class Call:
     scores: tuple[Any, ...]
     sink: Tensor | None
     dropout: Any
-    lengths: dict[str, Tensor] = field(default_factory=dict)  # cu_seqlens_* or seqlens_*, page_table
+    lengths: dict[str, Tensor] = field(default_factory=dict)  # cu_seqlens_* or seqlens_*, page_table, scales
     dout: Tensor | None = None
     dlse: Tensor | None = None
 
@@ -64,9 +64,10 @@ class Call:
     def cache(self) -> Any:
         """The KV cache of a cached case."""
         lengths = self.lengths["seqlens_kv"]
+        scales = (self.lengths.get("k_scale"), self.lengths.get("v_scale"))
         if self.case.layout == "cached":
-            return kilat.ContiguousCache(self.k, self.v, lengths)
-        return kilat.PagedCache(self.k, self.v, self.lengths["page_table"], lengths)
+            return kilat.ContiguousCache(self.k, self.v, lengths, *scales)
+        return kilat.PagedCache(self.k, self.v, self.lengths["page_table"], lengths, *scales)
 
     def run(self, backend: str, **more: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) from the public function that the case's layout names."""
@@ -148,6 +149,8 @@ def build(case: Case) -> Call:
     dlse = z.normal(*shape_q, heads_q, dtype=torch.float64 if case.dtype == "float64" else torch.float32)
     _poison(case, lengths, (q, dout, dlse), (k, v))
     q, k, v, dout = _strided(case.strides, q, k, v, dout)
+    if case.kv:
+        (k, lengths["k_scale"]), (v, lengths["v_scale"]) = (_quantised(x, *case.kv.split("-")) for x in (k, v))
     mask, scores = MASKS[case.mask](z), SCORES[case.scores](z)
     sink = z.normal(heads_q, dtype=torch.float32) if case.sink else None
     return Call(case, q, k, v, mask, scores, sink, _dropout(case, z), lengths, dout, dlse.transpose(-1, -2))
@@ -206,6 +209,21 @@ def _poison(case: Case, lengths: dict[str, Tensor], q_side: tuple[Tensor, ...], 
             continue
         for x in tensors:
             x[~used] = torch.nan
+
+
+def _quantised(x: Tensor, dtype: str, per: str) -> tuple[Tensor, Tensor]:
+    """x stored in `dtype` with x's strides, and its scales: one a head, or one a token and head."""
+    largest, exact = {"int8": 127.0, "float8_e4m3fn": 448.0}[dtype], x.double()
+    finite = exact.nan_to_num().abs().flatten(0, 1) if per == "head" else exact.abs()
+    if not x.numel():
+        return x.to(getattr(torch, dtype)), torch.ones(x.shape[2:3] if per == "head" else x.shape[:3])
+    scale = (finite.amax((0, 2) if per == "head" else -1) / largest).float()
+    numbers = (exact / scale[..., None]).clamp(-largest, largest)  # where nothing is stored, NaN as far as there are
+    numbers = numbers.nan_to_num(nan=99.0).round() if dtype == "int8" else numbers
+    size = x.untyped_storage().nbytes() // x.element_size()
+    stored = torch.full((size,), 0x7F, dtype=torch.uint8).view(getattr(torch, dtype))
+    stored = stored.as_strided(x.shape, x.stride(), x.storage_offset())
+    return stored.copy_(numbers.to(stored.dtype)), scale
 
 
 def _strided(kind: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,11 +31,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"reference", "validate_tensors", "validate_values", "views", "numpy_door"}),
     frozenset({"kv", "accuracy", "validate", "backends", "tune"}),
     frozenset({"dispatch"}),
-    frozenset({"plan"}),
+    frozenset({"planning"}),
     frozenset({"shortcut"}),
     frozenset({"autograd", "functorch", "compiled", "batching"}),
     frozenset({"gather"}),
-    frozenset({"api", "explaining", "merging"}),
+    frozenset({"api", "cached", "explaining", "merging"}),
     frozenset({"bench", "checks", "compat", "parallel"}),
     frozenset({"demo"}),
     frozenset({"cli"}),
@@ -94,7 +94,7 @@ def _has_foreign_signature(source: Source, scope: Scope) -> bool:
         or scope.node.name in PROTOCOL_METHODS
         or "Function" in bases  # torch.autograd.Function and what derives from it
         or any(last_name(d) in FOREIGN_DECORATORS for d in scope.node.decorator_list)
-        or (source.place in {"api", "explaining", "merging", ""} and scope.node.name in API_CONTRACT)
+        or (source.place in {"api", "cached", "explaining", "merging", ""} and scope.node.name in API_CONTRACT)
     )
 
 

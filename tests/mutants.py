@@ -11,6 +11,11 @@ MASKS = "tests/test_masks.py tests/test_forward.py tests/test_masks_proof.py"
 FORWARD = "tests/test_cpu_forward.py tests/test_forward.py tests/test_nan.py"
 BACKWARD = "tests/test_backward.py tests/test_cpu_backward.py"
 CACHED = "tests/test_cached.py tests/test_ragged.py"
+UNREAD = "tests/test_append_unread.py"
+SPLITS = "tests/test_cpu_splits.py"
+RING = "tests/test_ring.py"
+FUSED = "tests/test_cached_fused.py"
+QUANTISED = "tests/test_quantised.py"
 TILES = "tests/test_cpu_tiles.py tests/test_cpu_user.py"
 HALF = "tests/test_cpu_backward_half.py"  # skipped, and its mutants not caught, where bfloat16 pairs have no product
 
@@ -117,7 +122,7 @@ MUTANTS = (
         "f.load(elem.vec(lanes), src.at(whole * elem.bytes))",
         FORWARD,
     ),
-    Mutant("backends/cpu/rows.py", "j % page_size * stride", "j % page_size * stride + stride", CACHED),
+    Mutant("backends/cpu/rows.py", "row.set(j % page_size)", "row.set(j % page_size + 1)", CACHED),
     Mutant(
         "backends/cpu/host.py",
         "strides = [0 if n == 1 else s * size",
@@ -130,6 +135,29 @@ MUTANTS = (
         "f.store(f.load(t, lp) * alpha, lp)",
         "f.store(f.load(t, lp), lp)",
         CACHED + " " + FORWARD,
+    ),
+    Mutant("backends/cpu/rows.py", "page * more[4] + row * more[3]", "row * more[3]", CACHED),
+    Mutant("backends/cpu/rows.py", "b * per_b + kv_head * per_h", "b * per_b", CACHED),
+    Mutant("backends/cpu/math.py", "denormal = magnitude < 8\n", "denormal = magnitude < 7\n", QUANTISED),
+    Mutant("backends/cpu/math.py", "f.select(magnitude.eq(0x7F),", "f.select(magnitude.eq(0x80),", QUANTISED),
+    Mutant("kv/quantise.py", ".round().clamp(-128.0, 127.0)", ".round()", QUANTISED),
+    Mutant("kv/quantise.py", "x.abs().amax(-1, keepdim=True)", "x.amax(-1, keepdim=True)", QUANTISED),
+    Mutant("kv/quantise.py", "torch.where(scale == 0, 1.0, scale)", "scale", QUANTISED),
+    Mutant("backends/cpu/rows.py", "row.set(first + (j - first) % ring)", "row.set(first + j % ring)", RING),
+    Mutant("masks/window.py", "x.first <= first]", "x.first <= first + 1]", RING),
+    Mutant("masks/window.py", "slots - first - x.left for", "slots - first - x.left + 1 for", RING),
+    Mutant("kv/ring.py", "position >= after - around", "position > after - around", RING),
+    Mutant("backends/cpu/forward_host.py", "if lone and not p.batch_invariant else", "if lone else", SPLITS),
+    Mutant("backends/cpu/forward_host.py", "<= FILL[kind] * block_q", "< 0 * block_q", SPLITS),
+    Mutant(
+        "backends/cpu/decode_tasks.py", "[INVARIANT_CHUNK] * len(blocks)", "[64 * len(blocks)] * len(blocks)", SPLITS
+    ),
+    Mutant("kv/append.py", "t < counts[entry]", "t <= counts[entry]", UNREAD),
+    Mutant("kv/append.py", "owned = owned & room & (position >= 0)", "owned = owned & (position >= 0)", UNREAD),
+    Mutant("kv/quantise.py", "x if some is None else torch.where(some, x, to[where])", "x", UNREAD),
+    Mutant("cached.py", "i + lengths.long()[b] - stop[b]", "i + lengths.long()[b] - stop[b] - 1", FUSED),
+    Mutant(
+        "cached.py", "operands.seqlens_kv = cache.lengths + new.counts", "operands.seqlens_kv = cache.lengths", FUSED
     ),
     Mutant("backends/cpu/decode.py", 'done.eq(get["parts"] - 1)', "done.eq(0)", CACHED),
     Mutant("backends/cpu/decode.py", "total.set(f.extract(weight(sink), 0))", "total.set(1.0)", CACHED + " " + FORWARD),

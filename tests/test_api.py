@@ -14,7 +14,7 @@ import torch
 from helpers import BACKENDS
 
 import kilat
-from kilat.plan import clear
+from kilat.planning import clear
 from kilat.problem import Options, Problem
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import kilat
 from kilat import functorch
 from kilat.backends import registry
-from kilat.plan import PLAIN
+from kilat.planning import PLAIN
 from kilat.problem import Operands, Options
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)

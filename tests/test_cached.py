@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
+from cases import BY_NAME, CASES, QUANTISED, Case
 from helpers import BACKENDS, build, expectation, expected, same_bits, skip_unless_supported
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +50,7 @@ def random_caches(draw: st.DrawFn) -> Case:
         sink=draw(st.booleans()),
         strides=draw(st.sampled_from(["contiguous", "heads_first", "sliced"])),
         page_size=draw(st.sampled_from([1, 7, 16, 64, 300])),
+        kv=draw(st.sampled_from(["", "", *QUANTISED])),
     )
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import kilat
 from kilat import compiled
-from kilat.plan import PLAIN
+from kilat.planning import PLAIN
 from kilat.problem import Operands, Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch uses what it deprecates

@@ -14,6 +14,7 @@ HERE = [isa.name for isa in supported_isas()]
 SAMPLE = [f"{dtype}-{extra}" for dtype in ("float32", "float64", "bfloat16", "float16") for extra in ("rich", "bias")]
 SAMPLE += ["ragged-all", "padded-dropout", "mask-everything-70x37", "d251-127-bfloat16", "d1-1-float32", "float16-huge"]
 SAMPLE += ["paged-decode-all", "paged-long", "cached-decode-float16", "cached-decode-bfloat16", "cached-decode-float64"]
+SAMPLE += ["int8-token-all", "float8_e4m3fn-head-page3", "float8_e4m3fn-token-prefill", "int8-head-float64"]
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -11,7 +11,7 @@ import kilat
 from kilat.backends import registry
 from kilat.backends.cpu import BACKEND as CPU
 from kilat.dispatch import choose
-from kilat.plan import clear
+from kilat.planning import clear
 
 
 class Other:

@@ -139,11 +139,11 @@ def test_the_matrix_asks_for_every_mask_and_score(scripts: Any) -> None:
     assert exported <= asked
 
 
-def test_the_cpu_refuses_quantised_pages_only(scripts: Any) -> None:
-    """The list of refusals is complete: any other is a hole in the backend."""
+def test_the_cpu_refuses_nothing(scripts: Any) -> None:
+    """Any refusal is a hole in the backend."""
     answers = scripts("support_table").ask()
     refused = [(v.name, answers.verdict(v, "cpu")) for v in answers.values if answers.verdict(v, "cpu")[0] != "yes"]
-    assert [name for name, _ in refused] == ["quantised pages"]
+    assert not refused
 
 
 def _report(ratio: float, **row: Any) -> dict[str, Any]:

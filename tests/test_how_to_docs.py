@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kilat.backends import registry
-from kilat.plan import clear
+from kilat.planning import clear
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import BACKENDS
@@ -29,7 +30,18 @@ def paged(batch: int = 3, capacity: int = 12, dtype: torch.dtype = torch.float32
     return kilat.PagedCache(k, v, table.int().reshape(batch, pages), torch.zeros(batch, dtype=torch.int32))
 
 
-CACHES = pytest.mark.parametrize("make", [contiguous, paged])
+def heads_first(batch: int = 3, capacity: int = 11, dtype: torch.dtype = torch.float32) -> Cache:
+    k, v = (torch.full((batch, HEADS, capacity, d), torch.nan, dtype=dtype) for d in (DIM, DIM_V))
+    return kilat.ContiguousCache.heads_first(k, v, torch.zeros(batch, dtype=torch.int32))
+
+
+def paged_heads_first(batch: int = 3, capacity: int = 12, dtype: torch.dtype = torch.float32) -> Cache:
+    k, v = (torch.full((batch * capacity // 3, HEADS, 3, d), torch.nan, dtype=dtype) for d in (DIM, DIM_V))
+    table = torch.arange(batch * capacity // 3, dtype=torch.int32).flip(0).reshape(batch, -1)
+    return kilat.PagedCache.heads_first(k, v, table, torch.zeros(batch, dtype=torch.int32))
+
+
+CACHES = pytest.mark.parametrize("make", [contiguous, paged, heads_first, paged_heads_first])
 
 
 def new(*leading: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,6 +115,44 @@ def test_no_room_raises_before_anything_is_written(make: Any) -> None:
     assert cache.lengths.tolist() == [cache.capacity] * 3
 
 
+@pytest.mark.parametrize("make", [heads_first, paged_heads_first])
+def test_heads_first_is_a_view(make: Any) -> None:
+    """Heads before tokens in memory: the axes are the same, the strides differ, and tokens lie behind one another."""
+    cache = make()
+    assert cache.k.shape[2:] == (HEADS, DIM)
+    assert cache.k.stride(1) == DIM
+    k = np.zeros((2, HEADS, 5, DIM), np.float32)
+    cache = kilat.ContiguousCache.heads_first(k, k.copy(), np.zeros(2, np.int32))
+    one = np.ones((2, 3, HEADS, DIM), np.float32)
+    cache.append(one, one)
+    assert (k[:, :, :3] == 1).all()
+    assert not k[:, :, 3:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_sequences_share_pages(size: int, backend: str) -> None:
+    """A prefix in pages that two tables name is a prefix of both, and each goes on in pages of its own."""
+    pages = [torch.full((12 // size + 20, size, HEADS, d), torch.nan) for d in (DIM, DIM_V)]
+    own = 2**31 - 1  # never read
+    shared = -(-6 // size) * size  # tokens of whole pages
+    prefix = torch.arange(shared // size, dtype=torch.int32) + 4
+    table = torch.full((2, len(prefix) + 5), own, dtype=torch.int32)
+    table[:, : len(prefix)] = prefix
+    table[0, len(prefix) :], table[1, len(prefix) :] = torch.arange(5) + 15, torch.arange(5) + 10
+    one = kilat.PagedCache(*pages, table[:1], torch.zeros(1, dtype=torch.int32))
+    k, v = new(1, shared)
+    one.append(k, v)
+    both = kilat.PagedCache(*pages, table, torch.full((2,), shared, dtype=torch.int32))
+    more = new(2, 4)
+    both.append(*more)
+    q = torch.randn(2, 2, 4, DIM)
+    wanted = kilat.attention(
+        q, *(torch.cat((x.expand(2, -1, -1, -1), y), 1) for x, y in zip((k, v), more, strict=True)), mask=kilat.Causal()
+    )
+    torch.testing.assert_close(kilat.cached_attention(q, both, backend=backend), wanted)
+
+
 def test_page_tables_are_checked_where_tokens_go() -> None:
     cache = paged()
     cache.page_table[0, 1] = 99
@@ -158,16 +208,6 @@ def test_wrong_caches() -> None:
             make()
 
 
-def test_quantised_pages_come_later() -> None:
-    cache = paged()
-    scale = torch.ones(())
-    cache = kilat.PagedCache(cache.k, cache.v, cache.page_table, cache.lengths, k_scale=scale, v_scale=scale)
-    with pytest.raises(NotImplementedError, match="comes later"):
-        cache.append(*new(3, 1))
-    with pytest.raises(NotImplementedError, match="scale"):
-        kilat.cached_attention(torch.zeros(3, 1, 4, DIM), cache, backend="reference")
-
-
 @CACHES
 def test_caches_pickle(make: Any) -> None:
     cache = make().append(*new(3, 2))
@@ -220,7 +260,7 @@ def test_cached_is_forward_only() -> None:
         kilat.cached_attention(q, cache, backend="reference")
     with torch.no_grad():
         kilat.cached_attention(q, cache, backend="reference")
-    with pytest.raises(TypeError, match="plan must be None"):
+    with pytest.raises(TypeError, match=r"plan must be what kilat.plan returns, or None; got type=object"):
         kilat.cached_attention(q.detach(), cache, plan=object())
     with pytest.raises(TypeError, match="cache must be"):
         kilat.cached_attention(q.detach(), (cache.k, cache.v))

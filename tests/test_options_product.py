@@ -1,6 +1,6 @@
 """Every pair of options meets in some call, and every such call works on the CPU: there are no other refusals.
 
-The complete list of refusals: quantised pages, gradients through caches, head_dim above 512. Each has a test below.
+The complete list of refusals: gradients through caches, head_dim above 512. Each has a test below.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import random
 from typing import Any
 
 import pytest
-import torch
-from cases import MASKS, SCORES, Case
+from cases import MASKS, QUANTISED, SCORES, Case
 from helpers import BACKENDS, build, expectation
-
-import kilat
 
 # Left out of the product, not out of the cases: their relatives are in it.
 SIMILAR = {"window_self", "window_left", "window_right", "window_open", "window_wide", "window_first_beyond"}
@@ -23,6 +20,7 @@ SIMILAR |= {"alibi_batch", "bias_heads", "bias_rows", "bias_float32", "score_der
 
 OPTIONS: dict[str, list[Any]] = {
     "layout": ["dense", "padded", "ragged", "cached", "paged"],
+    "kv": ["", *QUANTISED],
     "dtype": ["float32", "float16", "bfloat16", "float64"],
     "mask": [name for name in MASKS if name not in SIMILAR],
     "scores": [name for name in SCORES if name not in SIMILAR],
@@ -46,8 +44,9 @@ def meaningful(row: dict[str, Any]) -> bool:
     layout = row.get("layout")
     if row.get("dtype") == "float64" and row.get("out_dtype") == "float32":
         return False
-    if layout in ("cached", "paged"):
-        return not (row.get("dropout") or row.get("grad") or row.get("deterministic"))
+    forward_only = not (row.get("dropout") or row.get("grad") or row.get("deterministic"))
+    if layout in ("cached", "paged") or row.get("kv"):
+        return forward_only and layout in ("cached", "paged", None)
     return not (layout in ("dense", "padded") and row.get("invariant"))
 
 
@@ -124,15 +123,6 @@ def test_every_pair_is_there() -> None:
         for x, y in itertools.product(OPTIONS[a], OPTIONS[b]):
             if meaningful({a: x, b: y}):
                 assert ((a, str(x)), (b, str(y))) in met
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_refusal_of_quantised_pages(backend: str) -> None:
-    call = build(Case("refused", "paged", lengths_kv=(3, 5), seqlen=(1, 32), mask="causal"))
-    scale = torch.ones(call.k.shape[0])
-    cache = kilat.PagedCache(call.k, call.v, call.lengths["page_table"], call.lengths["seqlens_kv"], scale, scale)
-    with pytest.raises((NotImplementedError, ValueError), match="scale"):
-        kilat.cached_attention(call.q, cache, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kilat
-from kilat import autograd, functorch, gather, plan, shortcut
+from kilat import autograd, functorch, gather, planning, shortcut
 
 SHAPE = (2, 63, 4, 16)
 MASK = kilat.Causal()
@@ -23,7 +23,7 @@ MASK = kilat.Causal()
 @pytest.fixture(autouse=True)
 def lookups() -> Iterator[mock.Mock]:
     """How often a plan was looked up the ordinary way; nothing is known at first."""
-    plan.clear()
+    planning.clear()
     shortcut.clear()
     with mock.patch.object(autograd, "lookup", side_effect=autograd.lookup) as found:
         yield found
@@ -77,7 +77,7 @@ def test_same_results(grad: bool, return_lse: bool, ragged: bool, lookups: mock.
             results += torch.autograd.grad(loss, (q, v))
         return [x.detach() for x in results]
 
-    with mock.patch.object(plan.Plan, "check"), mock.patch.object(plan, "has_values", return_value=False):
+    with mock.patch.object(planning.Plan, "check"), mock.patch.object(planning, "has_values", return_value=False):
         wanted = call(1)
         known(lambda: call(0), lookups)
         found = call(1)
@@ -113,7 +113,7 @@ def test_other_tensors_go_the_ordinary_way(change: str, where: int, lookups: moc
     first = outcome(lambda: dense(*tensors))
     assert lookups.call_count == 1 or isinstance(first, str)
     shortcut.clear()
-    plan.clear()
+    planning.clear()
     again = outcome(lambda: dense(*tensors))
     assert first == again if isinstance(first, str) else torch.equal(first, again)
 

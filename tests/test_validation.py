@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kilat
-from kilat.plan import clear
+from kilat.planning import clear
 
 
 def make(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from helpers import BACKENDS
 import kilat
 from kilat import compiled
 from kilat.backends import registry
-from kilat.plan import PLAIN
+from kilat.planning import PLAIN
 from kilat.problem import Options
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)

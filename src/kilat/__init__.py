@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kilat._version import __version__
 
 if TYPE_CHECKING:
-    from kilat.api import attention, cached_attention, ragged_attention
+    from kilat.api import attention, ragged_attention
+    from kilat.cached import CachePlan, cached_attention, plan
     from kilat.checks import check
     from kilat.dispatch import Report, UnsupportedError
     from kilat.dropout import Dropout
     from kilat.explaining import explain
-    from kilat.kv import ContiguousCache, PagedCache, Rotary
+    from kilat.kv import ContiguousCache, PagedCache, RingCache, Rotary
     from kilat.masks import Causal, Chunked, Dense, Documents, KeyRange, Predicate, Prefix, Window
     from kilat.merging import merge
     from kilat.scores import Alibi, Bias, Score, Softcap
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alibi",
     "Bias",
+    "CachePlan",
     "Causal",
     "Chunked",
     "ContiguousCache",
@@ -34,6 +36,7 @@ __all__ = [
     "Predicate",
     "Prefix",
     "Report",
+    "RingCache",
     "Rotary",
     "Score",
     "Softcap",
@@ -45,17 +48,19 @@ __all__ = [
     "check",
     "explain",
     "merge",
+    "plan",
     "ragged_attention",
 ]
 
 # Names are imported when they are asked for: `kilat --help` answers without waiting seconds for torch.
 _MODULES = {
-    "kilat.api": ("attention", "cached_attention", "ragged_attention"),
+    "kilat.api": ("attention", "ragged_attention"),
+    "kilat.cached": ("CachePlan", "cached_attention", "plan"),
     "kilat.checks": ("check",),
     "kilat.dispatch": ("Report", "UnsupportedError"),
     "kilat.dropout": ("Dropout",),
     "kilat.explaining": ("explain",),
-    "kilat.kv": ("ContiguousCache", "PagedCache", "Rotary"),
+    "kilat.kv": ("ContiguousCache", "PagedCache", "RingCache", "Rotary"),
     "kilat.masks": ("Causal", "Chunked", "Dense", "Documents", "KeyRange", "Predicate", "Prefix", "Window"),
     "kilat.merging": ("merge",),
     "kilat.scores": ("Alibi", "Bias", "Score", "Softcap"),

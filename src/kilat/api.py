@@ -1,4 +1,4 @@
-"""The public calls: attention over dense, ragged and cached sequences."""
+"""The public calls: attention over dense and ragged sequences; `cached.py` has that over caches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 from kilat.autograd import again, run
 from kilat.gather import autocast, find_equal, modifiers
-from kilat.kv import Cache
-from kilat.masks import Causal, Mask
 from kilat.numpy_door import as_int32, as_numpy, as_tensors, is_numpy, torch_dtype
-from kilat.plan import PLAIN, names_of
+from kilat.planning import PLAIN, names_of
 from kilat.problem import Operands, Options
 from kilat.shortcut import distinct, find
-from kilat.validate_basic import check_flag, check_host_int, fail
+from kilat.validate_basic import check_flag, check_host_int
 
 if TYPE_CHECKING:
     from kilat.dropout import Dropout
+    from kilat.masks import Mask
     from kilat.scores import ScoreModifier
 
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -164,58 +163,4 @@ def ragged_attention(
         "ragged", structure, ordered, scale, kind, p, out_dtype, deterministic, batch_invariant, None, backend
     )
     result = run(options, operands, names_of(operands), return_lse, site)
-    return as_numpy(result) if arrays else result
-
-
-def cached_attention(
-    q: Any,
-    cache: Cache,
-    *,
-    cu_seqlens_q: Any = None,
-    mask: Mask | None = Causal(),
-    scores: Sequence[ScoreModifier] = (),
-    sink: Any = None,
-    scale: float | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    plan: Any = None,
-    return_lse: bool = False,
-    out: Any = None,
-    out_dtype: Any = None,
-    backend: str = "auto",
-) -> Any:
-    """Exact attention of new queries to everything in a cache; forward only.
-
-    - q [batch, seqlen_q, num_heads_q, head_dim], or [total_q, num_heads_q, head_dim] with cu_seqlens_q
-      int32 [batch + 1].
-    - cache: what `cache.append` has filled; append first: q_pos = i + lengths[b] - seqlen_q.
-    - num_splits: parts that each sequence's keys are cut into, None to let the backend choose.
-    - out: a buffer for the result. plan: None (no planner exists yet).
-
-    Returns out like q with head_dim_v channels, and with return_lse also lse [batch, num_heads_q, seqlen_q] (ragged:
-    [num_heads_q, total_q]). Raises ValueError if an input requires grad while autograd records.
-    """
-    if not isinstance(cache, Cache):
-        fail(TypeError, "cache must be a ContiguousCache, a PagedCache or another Cache", type=type(cache).__name__)
-    if plan is not None:
-        fail(TypeError, "plan must be None: planning ahead is not available yet", type=type(plan).__name__)
-    arrays = type(q) is not Tensor and is_numpy(q)
-    if arrays is not cache.holds_numpy:
-        got = "an array and a cache of tensors" if arrays else "a tensor and a cache of arrays"
-        raise TypeError(f"q and the cache must be both torch tensors or both NumPy arrays; got {got}")
-    if arrays:
-        q, sink, out = as_tensors({"q": q, "sink": sink, "out": out})
-        (cu_seqlens_q,) = as_int32({"cu_seqlens_q": cu_seqlens_q})
-        out_dtype = torch_dtype(out_dtype)
-    check_flag("return_lse", return_lse)
-    check_flag("batch_invariant", batch_invariant)
-    operands = cache.operands(q)
-    operands.cu_seqlens_q, operands.out = cu_seqlens_q, out
-    structure, ordered, kind, p = modifiers(mask, scores, sink, None, operands)
-    if _any_autocast():
-        autocast(operands, cached=True)
-    options = Options(
-        "cached", structure, ordered, scale, kind, p, out_dtype, False, batch_invariant, num_splits, backend
-    )
-    result = run(options, operands, names_of(operands), return_lse)
     return as_numpy(result) if arrays else result

@@ -13,7 +13,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from kilat import views
-from kilat.plan import PLAIN, lookup
+from kilat.planning import PLAIN, lookup
 from kilat.problem import Operands
 from kilat.shortcut import remember
 from kilat.validate import problem_of
@@ -21,7 +21,7 @@ from kilat.validate import problem_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kilat.plan import Plan
+    from kilat.planning import Plan
     from kilat.problem import Grads, Options
     from kilat.shortcut import Site
 
@@ -59,9 +59,17 @@ def call_of(options: Options, operands: Operands, names: tuple[str, ...], return
 
 
 def run(
-    options: Options, operands: Operands, names: tuple[str, ...], return_lse: bool, site: Site | None = None
+    options: Options,
+    operands: Operands,
+    names: tuple[str, ...],
+    return_lse: bool,
+    site: Site | None = None,
+    plan: Plan | None = None,
 ) -> Any:
-    """Attention through the door that fits: out, or (out, lse) if `return_lse`. `site`: see `shortcut.remember`."""
+    """Attention through the door that fits: out, or (out, lse) if `return_lse`. `site`: see `shortcut.remember`.
+
+    plan: what `lookup` would find, if that is known.
+    """
     if _is_compiling():
         return _compiled_run(options, operands, names, return_lse)
     types = (type(operands.q), type(operands.k), type(operands.v))
@@ -73,7 +81,8 @@ def run(
         if not all(issubclass(kind, Tensor) for kind in types):
             problem_of(options, operands)  # raises, in its own words
         return _compiled_run(options, operands, names, return_lse)
-    plan = lookup(options, operands, names, torch.is_grad_enabled())
+    if plan is None:
+        plan = lookup(options, operands, names, torch.is_grad_enabled())
     if plan.checked:
         plan.check(operands)
     if plan.fixes:

@@ -43,6 +43,7 @@ def spec_of(options: Options, names: tuple[str, ...], return_lse: bool) -> str:
         options.backend,
         ",".join(names),
         str(return_lse),
+        "" if options.ring_first is None else str(options.ring_first),
     ]
     lines += [score.to_text() for score in options.scores]
     return "\n".join(lines)
@@ -51,7 +52,7 @@ def spec_of(options: Options, names: tuple[str, ...], return_lse: bool) -> str:
 @functools.lru_cache(maxsize=1024)
 def _parse(spec: str) -> tuple[Options, tuple[str, ...], bool, bool]:
     """(options without scale and p, names, return_lse, whether a scale was given) of a text that `spec_of` wrote."""
-    layout, mask, scaled, dropout, out_dtype, deterministic, invariant, splits, backend, names, lse, *scores = (
+    layout, mask, scaled, dropout, out_dtype, deterministic, invariant, splits, backend, names, lse, ring, *scores = (
         spec.split("\n")
     )
     options = Options(
@@ -66,6 +67,7 @@ def _parse(spec: str) -> tuple[Options, tuple[str, ...], bool, bool]:
         invariant == "True",
         int(splits) if splits else None,
         backend,
+        int(ring) if ring else None,
     )
     return options, tuple(names.split(",")), lse == "True", scaled == "True"
 

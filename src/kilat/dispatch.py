@@ -43,7 +43,12 @@ def _verdict(name: str, chosen: str | None) -> str:
 def reasons_against(name: str, problem: Problem) -> list[str]:
     """Every reason why the backend called `name` cannot do the problem."""
     backend = registry.get(name)
-    return [backend] if isinstance(backend, str) else backend.unsupported(problem)
+    if isinstance(backend, str):
+        return [backend]
+    reasons = backend.unsupported(problem)
+    if problem.ring_first is not None and not getattr(backend, "reads_rings", False):
+        return [*reasons, f"ring_first={problem.ring_first}: the {name} backend reads no ring caches"]
+    return reasons
 
 
 def choose(problem: Problem, name: str = "auto") -> Backend:

@@ -10,7 +10,7 @@ import torch
 from kilat import dispatch
 from kilat.gather import modifiers
 from kilat.numpy_door import as_int32, as_tensors, is_numpy, torch_dtype
-from kilat.plan import gradients
+from kilat.planning import gradients
 from kilat.problem import Operands, Options
 from kilat.validate import problem_of
 

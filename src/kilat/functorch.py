@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from kilat import views
 from kilat.autograd import Call, call_of, run_backward
 from kilat.batching import vmap_backward, vmap_forward
-from kilat.plan import lookup
+from kilat.planning import lookup
 from kilat.validate import problem_of
 
 if TYPE_CHECKING:

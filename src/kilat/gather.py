@@ -19,7 +19,7 @@ from kilat.validate_basic import fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kilat.plan import Plan
+    from kilat.planning import Plan
     from kilat.problem import Operands
 
 DropoutKind = Literal["", "philox", "keep"]
@@ -130,15 +130,15 @@ def _dropout(dropout: Any, operands: Operands) -> tuple[DropoutKind, float]:
 
 
 def autocast(operands: Operands, cached: bool) -> None:
-    """Cast q, k and v as torch.autocast says (q alone, to the cache's dtype, if `cached`); float64 stays."""
+    """Cast q, k and v as torch.autocast says; float64 stays. `cached`: q alone, to the cache's floats if it has any."""
     device = operands.q.device.type
     if not torch.is_autocast_enabled(device):
         return
-    if cached:
+    if cached and operands.k_scale is None:
         operands.q = operands.q.to(operands.k.dtype)
         return
     dtype = torch.get_autocast_dtype(device)
-    for name in ("q", "k", "v"):
+    for name in ("q",) if cached else ("q", "k", "v"):
         value = getattr(operands, name)
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
             setattr(operands, name, value.to(dtype))

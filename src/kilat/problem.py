@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Layout = Literal["dense", "ragged", "cached"]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+QUANTISED = {"float8_e4m3fn": 448.0, "int8": 127.0}
+"""What keys and values of a cache may be stored in beside q's dtype, and the largest number that a token's scale is
+made for: value = stored * scale."""
 
 
 def static(default: Any = ...) -> Any:
@@ -58,14 +61,16 @@ class Problem:
     padded_q: bool = static(False)
     padded_kv: bool = static(False)
     page_size: int = static(0)  # 0: not paged
-    quantised: bool = static(False)  # pages carry scales (k_scale, v_scale)
+    kv_dtype: str = static("")  # what k and v are stored in if it is not q's dtype: a key of QUANTISED
+    ring_first: int | None = static(None)  # a cache that keeps this many tokens and, in a ring behind them, the last
+    quantised: Literal["", "head", "token"] = static("")  # one k_scale and v_scale a head, or one a token and head
     needs_grad: bool = static(False)
     grad_of: frozenset[str] = static(frozenset())  # of q k v sink bias score_tensors: what backward must return
     deterministic: bool = static(False)
     batch_invariant: bool = static(False)
     batch: int = dynamic(0)
     seqlen_q: int = dynamic(0)  # dense: seqlen_q; ragged and cached: total_q
-    seqlen_kv: int = dynamic(0)  # dense: seqlen_kv; ragged: total_kv; cached: the capacity of one sequence
+    seqlen_kv: int = dynamic(0)  # dense: seqlen_kv; ragged: total_kv; cached: the most tokens of one sequence
     scale: float = dynamic(1.0)
     dropout_p: float = dynamic(0.0)
     num_splits: int | None = dynamic(None)
@@ -92,6 +97,8 @@ class Problem:
         parts += [s.name for s in self.scores]
         parts += ["sink"] * self.has_sink + ([self.dropout] if self.dropout else [])
         parts += [f"page{self.page_size}"] * bool(self.page_size) + ["grad"] * self.needs_grad
+        parts += ["ring"] * (self.ring_first is not None)
+        parts += [f"{self.kv_dtype}-{self.quantised}"] * bool(self.quantised)
         return "-".join(parts)
 
 
@@ -99,7 +106,7 @@ class Options(NamedTuple):
     """What a caller said that is not tensor data, in one hashable tuple; with the tensors' shapes it gives a Problem.
 
     `mask` and `scores` are structures (no tensors inside), `scores` in order of application. `scale` None is
-    head_dim**-0.5. `out_dtype` is a torch dtype or None for q's.
+    head_dim**-0.5. `out_dtype` is a torch dtype or None for q's. `ring_first` is that of Problem.
     """
 
     layout: Layout
@@ -113,6 +120,7 @@ class Options(NamedTuple):
     batch_invariant: bool = False
     num_splits: int | None = None
     backend: str = "auto"
+    ring_first: int | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +130,8 @@ class Operands:
     dense: q [batch, seqlen_q, num_heads_q, head_dim], k and v alike. ragged: q [total_q, ...], offsets
     int32 [batch + 1].
     cached: q dense or (with cu_seqlens_q) ragged; k, v are the cache tensors [batch, capacity, heads, dim] or pages
-    [num_pages, page_size, heads, dim] with page_table int32 [batch, pages]; seqlens_kv are the cache lengths.
+    [num_pages, page_size, heads, dim] with page_table int32 [batch, pages]; seqlens_kv are the cache lengths. Quantised
+    ones have k_scale and v_scale float32, [heads] or [the tokens' axes, heads].
     """
 
     q: Tensor

@@ -25,7 +25,7 @@ Mode = Literal["plain", "rounded", "opposed", "magnitude"]
 def attend(problem: Problem, op: Operands, at: parts.Place, h: int, i: Tensor, mode: Mode) -> parts.Tile:
     """One tile of the forward: s = scale q k^T, modifiers, mask, lse = log sum exp s, out = exp(s - lse) v."""
     q = op.q[at.q][i, h].double()
-    k, v = (x[at.kv][:, h // problem.group].double() for x in (op.k, op.v))
+    k, v = parts.keys_values(op, at, h // problem.group)
     stages = [problem.scale * q @ k.T]
     for n in range(len(problem.scores)):
         stages.append(parts.modify(problem, op, n, stages[-1], at, h, i))
@@ -132,9 +132,10 @@ def backward(
 
 
 class Reference:
-    """The oracle as a backend: anything but quantised pages and gradients through caches; never chosen by itself."""
+    """The oracle as a backend: anything but gradients through caches; never chosen by itself."""
 
     name = "reference"
+    reads_rings = True
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 

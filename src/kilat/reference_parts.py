@@ -56,7 +56,14 @@ def places(problem: Problem, op: Operands) -> Iterator[Place]:
         if op.page_table is not None:
             j = torch.arange(kv_len, device=op.q.device)
             kv = (op.page_table[b].long()[j // problem.page_size], j % problem.page_size)
+        if problem.ring_first is not None:
+            kv = (b, ring_slot(torch.arange(kv_len, device=op.q.device), problem.ring_first, op.k.shape[1]))
         yield Place(b, q_len, kv_len, q, kv)
+
+
+def ring_slot(t: Tensor, first: int, slots: int) -> Tensor:
+    """Where a ring cache has token t: the first ones stay, the others go round behind them."""
+    return torch.where(t < first, t, first + (t - first) % (slots - first))
 
 
 def _span(b: int, offsets: Tensor | None, lengths: Tensor | None, full: int) -> tuple[tuple[Any, ...], int]:
@@ -66,6 +73,14 @@ def _span(b: int, offsets: Tensor | None, lengths: Tensor | None, full: int) -> 
         return (slice(start, stop),), stop - start
     length = full if lengths is None else int(lengths[b])
     return (b, slice(0, length)), length
+
+
+def keys_values(op: Operands, at: Place, kv_head: int) -> tuple[Tensor, Tensor]:
+    """k and v of one head, float64 [kv_len, dim]; of quantised ones stored * scale, the product exact."""
+    k, v = (x[at.kv][:, kv_head].double() for x in (op.k, op.v))
+    scales = [s if s is None or s.dim() == 1 else s[at.kv] for s in (op.k_scale, op.v_scale)]
+    k, v = (x if s is None else x * s[..., kv_head, None].double() for x, s in zip((k, v), scales, strict=True))
+    return k, v
 
 
 def pick(x: Tensor, b: int, h: int, i: Tensor, kv_len: int) -> Tensor:
@@ -289,8 +304,6 @@ class Buffers:
 def refusals(problem: Problem) -> list[str]:
     """Why the core cannot do a problem."""
     reasons: list[str] = []
-    if problem.quantised:
-        reasons.append("pages with k_scale and v_scale are not implemented yet")
     if problem.layout == "cached" and problem.needs_grad:
         reasons.append("caches are forward only: no input may require grad")
     return reasons

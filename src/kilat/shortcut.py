@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kilat.masks import Mask
-    from kilat.plan import Plan
+    from kilat.planning import Plan
     from kilat.problem import Operands
 
 MAX_SITES = 256

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kilat.problem import Options, Problem
+from kilat.masks.core import FAR
+from kilat.problem import QUANTISED, Options, Problem
 from kilat.validate_basic import check_device, check_flag, check_host_int, check_int32, check_rank, check_tensor, fail
-from kilat.validate_tensors import check_dropout, check_masks, check_scores, check_sink
+from kilat.validate_tensors import (
+    check_dropout,
+    check_masks,
+    check_ring,
+    check_scales,
+    check_scores,
+    check_sink,
+    dtype_name,
+)
 
 if TYPE_CHECKING:
     from kilat.problem import Operands
@@ -37,7 +46,8 @@ def _names(layout: str, operands: Operands) -> tuple[str, str, str]:
 def _check_qkv_types(names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, value in zip(names, (q, k, v), strict=True):
         check_tensor(name, value)
-    if not (q.dtype == k.dtype == v.dtype):
+    quantised = names[1] != "k" and dtype_name(k) in QUANTISED
+    if not (q.dtype == k.dtype == v.dtype) and not (quantised and k.dtype == v.dtype):
         fail(
             TypeError,
             f"{names[0]}, {names[1]} and {names[2]} must have the same dtype",
@@ -156,14 +166,19 @@ def _check_options(options: Options, operands: Operands) -> None:
     if options.out_dtype is not None and options.out_dtype not in allowed:
         names = " or ".join(dict.fromkeys(str(x) for x in allowed))
         fail(ValueError, f"out_dtype must be None, {names} for q of {dtype}", out_dtype=options.out_dtype)
-    out = operands.out
+    check_out(options.out_dtype, operands)
+
+
+def check_out(out_dtype: torch.dtype | None, operands: Operands) -> None:
+    """ValueError unless the caller's buffer, if there is one, can hold the result."""
+    out, dtype = operands.out, operands.q.dtype
     if out is not None:
         check_tensor("out", out)
         shape = (*operands.q.shape[:-1], operands.v.shape[-1])
-        if out.shape != shape or out.dtype != (options.out_dtype or dtype) or out.device != operands.q.device:
+        if out.shape != shape or out.dtype != (out_dtype or dtype) or out.device != operands.q.device:
             fail(
                 ValueError,
-                f"out must be {list(shape)}, {options.out_dtype or dtype}, on {operands.q.device}",
+                f"out must be {list(shape)}, {out_dtype or dtype}, on {operands.q.device}",
                 shape=out.shape,
                 dtype=out.dtype,
                 device=out.device,
@@ -202,21 +217,25 @@ def problem_of(options: Options, operands: Operands, grad_of: frozenset[str] = f
     batch = batch_of(layout, operands)
     _check_qkv_shapes(layout, names, operands)
     _check_sequences(layout, operands, batch)
+    check_scales(operands.k, operands.v, operands.k_scale, operands.v_scale)
     _check_options(options, operands)
     if operands.sink is not None:
         check_sink(operands.sink, q)
     check_scores(options, operands, batch)
     check_masks(options, operands, batch)
+    check_ring(options, operands)
     check_dropout(options, operands, batch)
     if layout == "cached":
         _check_no_grad(operands)
     return _assemble(options, operands, batch, grad_of)
 
 
-def _seqlen_kv(layout: str, operands: Operands) -> int:
+def _seqlen_kv(options: Options, operands: Operands) -> int:
     """Keys a sequence can have; ragged: of all sequences together."""
-    if layout == "ragged":
+    if options.layout == "ragged":
         return operands.k.shape[0]
+    if options.ring_first is not None:
+        return FAR
     pages = 1 if operands.page_table is None else operands.page_table.shape[1]
     return pages * operands.k.shape[1]
 
@@ -242,14 +261,16 @@ def _assemble(options: Options, operands: Operands, batch: int, grad_of: frozens
         padded_q=dense and operands.seqlens_q is not None,
         padded_kv=dense and operands.seqlens_kv is not None,
         page_size=page_size,
-        quantised=operands.k_scale is not None,
+        ring_first=options.ring_first,
+        kv_dtype=dtype_name(k) if k.dtype != q.dtype else "",
+        quantised="" if operands.k_scale is None else "head" if operands.k_scale.dim() == 1 else "token",
         needs_grad=bool(grad_of),
         grad_of=grad_of,
         deterministic=options.deterministic,
         batch_invariant=options.batch_invariant,
         batch=batch,
         seqlen_q=q.shape[0] if q.dim() == 3 else q.shape[1],
-        seqlen_kv=_seqlen_kv(options.layout, operands),
+        seqlen_kv=_seqlen_kv(options, operands),
         scale=head_dim**-0.5 if options.scale is None else 1.0 * options.scale,
         dropout_p=options.dropout_p,
         num_splits=options.num_splits,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kilat.masks import KeyRange, Prefix
 from kilat.masks.core import leaves
+from kilat.masks.window import ring_room
+from kilat.problem import QUANTISED
 from kilat.validate_basic import check_device, check_int32, check_tensor, fail, plain
 
 if TYPE_CHECKING:
@@ -121,3 +123,47 @@ def check_dropout(options: Options, operands: Operands, batch: int) -> None:
             fail(
                 TypeError, f"dropout {name} must be an int or a 0-d int64 tensor", shape=value.shape, dtype=value.dtype
             )
+
+
+def check_ring(options: Options, operands: Operands) -> None:
+    """ValueError unless the mask hides what a ring cache no longer holds; lengths of ragged queries are values."""
+    first, slots = options.ring_first, operands.k.shape[1]
+    if first is None:
+        return
+    room = ring_room(options.mask, first, slots)
+    seqlen_q = _lengths("cached", operands)[0] or 0
+    if room < 1 or seqlen_q > room:
+        wanted = f"a ring needs a Window with first <= {first} and left + seqlen_q <= {slots - first} in its mask"
+        got = "None" if options.mask is None else options.mask.name
+        fail(ValueError, wanted, mask=got, seqlen_q=plain(seqlen_q))
+
+
+def dtype_name(x: Tensor) -> str:
+    """float32, int8, ..."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def check_scales(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Scales are there exactly where k and v are quantised: float32, both one a head, or both one a token and head."""
+    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if dtype_name(x) not in QUANTISED:
+            if scale is not None:
+                fail(TypeError, f"{name}_scale must be None where {name} is not quantised", dtype=x.dtype)
+            continue
+        if scale is None:
+            fail(ValueError, f"{name}_scale must be given where {name} is {x.dtype}", **{f"{name}_scale": None})
+        check_tensor(f"{name}_scale", scale)
+        if scale.dtype != torch.float32:
+            fail(TypeError, f"{name}_scale must be float32", dtype=scale.dtype)
+        heads, tokens = x.shape[-2:-1], x.shape[:-1]
+        if scale.shape not in (heads, tokens):
+            wanted = f"[num_heads_kv] = {_plain(heads)} or [the tokens' axes, num_heads_kv] = {_plain(tokens)}"
+            fail(ValueError, f"{name}_scale must be {wanted}", shape=scale.shape)
+        check_device(f"{name}_scale", scale, k.device)
+    if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
+        wanted = "k_scale and v_scale must be both one a head or both one a token and head"
+        fail(ValueError, wanted, k_scale=k_scale.shape, v_scale=v_scale.shape)
+
+
+def _plain(shape: torch.Size) -> list[Any]:
+    return [plain(n) for n in shape]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kilat.masks.window import ring_room
 from kilat.validate_basic import fail
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def check_values(problem: Problem, operands: Operands) -> None:
         _check_lengths(name, operands.seqlens_kv, "capacity" if cached else "seqlen_kv", problem.seqlen_kv)
         if operands.page_table is not None:
             check_pages(operands.page_table, operands.seqlens_kv, problem.page_size, operands.k.shape[0])
+    if problem.ring_first is not None and operands.cu_seqlens_q is not None:
+        _check_ring(problem, operands)
     if problem.layout != "dense" and (operands.mask_tensors or operands.score_tensors or operands.keep is not None):
         _check_pairs(problem, operands)
 
@@ -89,6 +92,14 @@ def longest(problem: Problem, operands: Operands) -> tuple[int, int]:
     else:
         seqlen_kv = problem.seqlen_kv
     return seqlen_q, seqlen_kv
+
+
+def _check_ring(problem: Problem, operands: Operands) -> None:
+    """The longest sequence of queries must find its keys in the ring."""
+    room = ring_room(problem.mask, problem.ring_first or 0, operands.k.shape[1])
+    seqlen_q = longest(problem, operands)[0]
+    if seqlen_q > room:
+        fail(ValueError, f"cu_seqlens_q must have at most {room} queries of a sequence for this ring", longest=seqlen_q)
 
 
 def _check_pairs(problem: Problem, operands: Operands) -> None:

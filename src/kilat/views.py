@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
+if TYPE_CHECKING:
     from kilat.problem import Operands, Options
 
-Kind = Literal["last axis", "pairs", "contiguous"]
+Kind = Literal["last axis", "pairs", "contiguous", "any"]
 Fix = tuple[str, Kind]
 """An operand, and how it must be viewed or copied."""
 
@@ -43,7 +43,7 @@ def contiguous(x: Tensor) -> Tensor:
     return x.contiguous().resolve_neg()
 
 
-_VIEWS = {"last axis": last_axis, "pairs": pairs, "contiguous": contiguous}
+_VIEWS = {"last axis": last_axis, "pairs": pairs, "contiguous": contiguous, "any": Tensor.resolve_neg}
 
 
 def _kind(name: str, options: Options) -> Kind:
@@ -51,6 +51,8 @@ def _kind(name: str, options: Options) -> Kind:
         return "last axis"
     if name == "keep":
         return "pairs"
+    if name in ("k_scale", "v_scale"):
+        return "any"
     kind, _, index = name.partition(".")
     if kind == "score" and type(options.scores[int(index.partition(".")[0])]).__name__ == "Bias":
         return "pairs"
@@ -62,7 +64,7 @@ def _ready(x: Tensor, kind: Kind) -> bool:
         return x.shape[-1] != 1 and x.stride(-1) == 1
     if kind == "pairs":
         return x.dim() == 4 and 0 not in x.stride() and x.shape[-1] != 1 and x.stride(-1) == 1
-    return x.is_contiguous()
+    return kind == "any" or x.is_contiguous()
 
 
 def fixes_of(options: Options, operands: Operands, names: tuple[str, ...]) -> tuple[Fix, ...]:

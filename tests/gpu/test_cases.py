@@ -13,7 +13,7 @@ from cases import CASES, Case
 from gpu_calls import on_gpu, reasons
 from helpers import Call, build, expected, same_bits
 
-from kilat import plan, shortcut
+from kilat import planning, shortcut
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +124,7 @@ def test_a_graph_outlives_what_was_remembered(backend: str) -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         captured = all_of(call, backend)
-    plan.clear()
+    planning.clear()
     shortcut.clear()
     gc.collect()
     torch.cuda.empty_cache()

@@ -14,7 +14,8 @@ class Backend(Protocol):
     """An implementation of attention for some Problems.
 
     It may also have `direct(problem, operands)`: a function (q, k, v) -> (out, lse) that does what `forward` does, for
-    tensors with shapes, dtypes, strides and device of those, and with less work a call; or None.
+    tensors with shapes, dtypes, strides and device of those, and with less work a call; or None. Problems with a ring
+    cache come only if it has `reads_rings = True`.
     """
 
     name: str

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kilat import accuracy, numerics
-from kilat.api import attention, cached_attention, ragged_attention
+from kilat.api import attention, ragged_attention
+from kilat.cached import cached_attention
 from kilat.checks.cases import CASES, Case, Sizes
 from kilat.checks.report import Report, Row
 from kilat.checks.torch_peer import TorchPeer

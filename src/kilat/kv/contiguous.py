@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kilat.kv.cache import Cache
+from kilat.kv.cache import Cache, swapped
 from kilat.validate_basic import check_device, check_rank, fail
+from kilat.validate_tensors import check_scales
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ContiguousCache(Cache):
-    """k [batch, capacity, num_heads_kv, head_dim], v [..., head_dim_v], lengths int32 [batch], all the caller's."""
+    """k [batch, capacity, num_heads_kv, head_dim], v [..., head_dim_v], lengths int32 [batch], all the caller's.
 
-    def __init__(self, k: Any, v: Any, lengths: Any) -> None:
-        super().__init__(k, v, lengths)
-        check_rank("k", self.k, ("batch", "capacity", "num_heads_kv", "head_dim"))
-        check_rank("v", self.v, ("batch", "capacity", "num_heads_kv", "head_dim_v"))
-        check_device("v", self.v, self.k.device)
-        if self.k.shape[:3] != self.v.shape[:3]:
-            fail(ValueError, "k and v must have the same batch, capacity and heads", k=self.k.shape, v=self.v.shape)
-        if self.lengths.shape[0] != self.k.shape[0]:
-            fail(ValueError, "lengths must be [batch]", batch=self.k.shape[0], shape=self.lengths.shape)
+    Keys and values of float8_e4m3fn or int8 have k_scale and v_scale float32, [num_heads_kv] or
+    [batch, capacity, num_heads_kv]: value = stored * scale. Raises TypeError or ValueError for tensors that do not fit.
+    """
+
+    def __init__(self, k: Any, v: Any, lengths: Any, k_scale: Any = None, v_scale: Any = None) -> None:
+        super().__init__(k, v, lengths, k_scale, v_scale)
+        check_contiguous(self)
+
+    @classmethod
+    def heads_first(cls, k: Any, v: Any, lengths: Any, k_scale: Any = None, v_scale: Any = None) -> Self:
+        """The cache over k [batch, num_heads_kv, capacity, head_dim] and v alike (HND); no copy.
+
+        Scales are [num_heads_kv] or [batch, num_heads_kv, capacity].
+        """
+        return cls(swapped(k), swapped(v), lengths, swapped(k_scale), swapped(v_scale))
 
     @property
     def capacity(self) -> int:
@@ -31,3 +41,15 @@ class ContiguousCache(Cache):
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         """(row, position) in k and v."""
         return sequence, position
+
+
+def check_contiguous(cache: Cache) -> None:
+    """TypeError or ValueError unless k, v, lengths and scales are those of sequences with a stretch of memory each."""
+    check_rank("k", cache.k, ("batch", "capacity", "num_heads_kv", "head_dim"))
+    check_rank("v", cache.v, ("batch", "capacity", "num_heads_kv", "head_dim_v"))
+    check_device("v", cache.v, cache.k.device)
+    if cache.k.shape[:3] != cache.v.shape[:3]:
+        fail(ValueError, "k and v must have the same batch, capacity and heads", k=cache.k.shape, v=cache.v.shape)
+    if cache.lengths.shape[0] != cache.k.shape[0]:
+        fail(ValueError, "lengths must be [batch]", batch=cache.k.shape[0], shape=cache.lengths.shape)
+    check_scales(cache.k, cache.v, cache.k_scale, cache.v_scale)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kilat.masks.core import FAR, Bound, IntervalMask
+from kilat.masks.core import FAR, Bound, IntervalMask, Mask, leaves
 from kilat.masks.ops import maximum
 from kilat.structure import check_int
 
@@ -64,3 +64,13 @@ class Window(IntervalMask):
 
     def symbols(self) -> Any:
         return self.clamped(FAR)
+
+
+def ring_room(mask: Mask | None, first: int, slots: int) -> int:
+    """How many queries of a sequence find all keys that the mask may show in a ring cache; 0 or less: none.
+
+    The ring holds tokens below `first` and the last slots - first. The earliest of n queries needs those from
+    kv_len - n - left on.
+    """
+    windows = [x for x in leaves(mask) if isinstance(x, Window) and x.first <= first]
+    return max((slots - first - x.left for x in windows if x.left is not None), default=0)

@@ -16,6 +16,7 @@ class CpuBackend:
     """Attention on any CPU: kernels in LLVM IR, compiled at first use."""
 
     name = "cpu"
+    reads_rings = True
     _launch: ModuleType | None = None
 
     def _module(self) -> ModuleType:

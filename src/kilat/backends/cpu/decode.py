@@ -23,10 +23,10 @@ from kilat.backends.cpu.decode_tiles import (
 from kilat.backends.cpu.emit import I64, PTR, Function, Module, Type, Value
 from kilat.backends.cpu.forward_tiles import finite_or_zero
 from kilat.backends.cpu.isa import Isa
-from kilat.backends.cpu.layout import COMMON, SEQ, Geometry
+from kilat.backends.cpu.layout import CACHE, COMMON, SEQ, Geometry
 from kilat.backends.cpu.math import exp, log
 from kilat.backends.cpu.params import Params
-from kilat.backends.cpu.rows import build_load_rows, build_store_rows
+from kilat.backends.cpu.rows import build_load_rows, build_store_rows, place_of
 from kilat.backends.cpu.tiles_dropout import build_dropout_bits
 from kilat.backends.cpu.tiles_mask import build_mask_bits
 from kilat.backends.cpu.tiles_scores import build_scores_forward
@@ -38,6 +38,7 @@ DECODE = Params(
     *("q", "q_b", "q_n", "q_h", "k", "k_b", "k_n", "k_h", "v", "v_b", "v_n", "v_h"),
     *("out", "out_b", "out_n", "out_h", "out_dtype", "lse", "lse_b", "lse_n", "lse_h"),
     *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
+    *CACHE,
     *("parts", "part_stride", "done"),  # parts: one partial result a task; done: finished tasks of a row block
     *("at_q", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_row"),
 )
@@ -76,6 +77,7 @@ def part_bytes(geo: Geometry, rows: int, head_dim_v: int) -> int:
 class _Parts:
     geo: Geometry
     load_rows: Function
+    load_keys: Function
     store_rows: Function
     scores: Function
     softmax: Function
@@ -96,6 +98,7 @@ def build(isa: Isa, compute: Type) -> str:
     parts = _Parts(
         geo,
         build_load_rows(m, compute, lanes, isa),
+        build_load_rows(m, compute, lanes, isa, cached=True),
         build_store_rows(m, compute, lanes, isa),
         build_scores(m, geo),
         build_softmax(m, geo),
@@ -223,9 +226,10 @@ class _Worker:
             pages.set(pages.get().at(self.b * self.read("pages_b")))
         base = self._base(name, self.get["kv_head"], self.kv_token)
         one, dim = f.const(1.0, self.geo.compute), self.dim if name == "k" else self.dim_v
-        return f.call(self.parts.load_rows, base, self.read(f"{name}_n"), pages.get(), self.read("page_size"),
+        return f.call(self.parts.load_keys, base, self.read(f"{name}_n"), pages.get(), self.read("page_size"),
                       self.read(f"{name}_page"), j0, nb, f.const(KEYS, I64), self.at("at_" + name), dim, one,
-                      self.read("dtype"))  # fmt: skip
+                      self.read("kv_dtype"),
+                      *place_of(f, DECODE, self.p, name, self.b, self.get["kv_head"]))  # fmt: skip
 
     def _tile(self, j0: Value, nb: Value) -> None:
         """One key tile for all rows: scores, then head by head masks and softmax, then the product."""

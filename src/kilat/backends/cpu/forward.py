@@ -15,9 +15,9 @@ from kilat.backends.cpu.emit import I1, I64, PTR, Function, Module, Type, Value
 from kilat.backends.cpu.forward_tiles import Steps, build_steps, geometry
 from kilat.backends.cpu.gemm import Blocking, blocking
 from kilat.backends.cpu.isa import Isa
-from kilat.backends.cpu.layout import COMMON, SEQ
+from kilat.backends.cpu.layout import CACHE, COMMON, SEQ
 from kilat.backends.cpu.params import Params
-from kilat.backends.cpu.rows import build_load_rows, build_store_rows, build_transpose
+from kilat.backends.cpu.rows import build_load_rows, build_store_rows, build_transpose, place_of
 from kilat.backends.cpu.tiles_dropout import build_dropout_bits
 from kilat.backends.cpu.tiles_mask import build_mask_bits
 from kilat.backends.cpu.tiles_scores import build_scores_forward
@@ -34,6 +34,7 @@ FORWARD = Params(
     *("out", "out_b", "out_n", "out_h", "out_dtype"),
     *("lse", "lse_b", "lse_n", "lse_h"),  # lse_n: bytes from query to query, always the element size
     *("sink", "pages", "pages_b", "page_size", "k_page", "v_page"),
+    *CACHE,
     *("at_q", "at_out", "at_max", "at_sum", "at_calm", "at_k", "at_v", "at_s", "at_bits", "at_drop", "at_rows"),
     *("at_p", "at_vt", "at_kinds", "at_strips", "at_jobs"),  # bfloat16 kernel only
 )
@@ -75,6 +76,7 @@ class Parts:
     block: Blocking
     steps: Steps
     load_rows: Function
+    load_keys: Function
     transpose: Function
     mask_bits: Function
     dropout_bits: Function
@@ -95,6 +97,7 @@ def build(isa: Isa, compute: Type) -> str:
         block,
         build_steps(m, block, transpose, store_rows),
         build_load_rows(m, compute, block.lanes, isa),
+        build_load_rows(m, compute, block.lanes, isa, cached=True),
         transpose,
         build_mask_bits(m, geometry(block)),
         build_dropout_bits(m, geometry(block)),
@@ -288,7 +291,8 @@ class Worker:
         f = self.f
         dim = self.dim if name == "k" else self.dim_v
         one, to = f.const(1.0, self.parts.block.compute), self.scratch.at(self.read("at_" + name))
-        return f.call(self.parts.load_rows, *self._source(name), j0, nb, nb, to, dim, one, self.read("dtype"))
+        return f.call(self.parts.load_keys, *self._source(name), j0, nb, nb, to, dim, one, self.read("kv_dtype"),
+                      *place_of(f, FORWARD, self.p, name, self.b, self.kv_head))  # fmt: skip
 
     def _source(self, name: str) -> tuple[Value, Value, Value, Value, Value]:
         """Where rows of K or V lie: base, stride, page table, page size, page stride."""

@@ -36,6 +36,14 @@ _EMPTY_COUNTERS = bytes(_COUNTERS)
 _CACHED_PLANS = 256
 # A sequence with at most this many rows (queries times heads of a group) goes to the kernel for few queries.
 FEW_ROWS = 32
+# Against many keys the kernel for few queries also gets, by kernel of the forward ("amx" is too fast for either):
+# sequences whose queries fill at most this part of the forward's blocks, since it works on live rows alone (one core,
+# 2k and 16k keys: 8 heads of a group with 5 queries each 5 to 16 times as fast, with as many as FILL says 1.2 times);
+# all sequences of a call with at most so many blocks, since it alone is split over keys (one core: 1.2 times as slow
+# in float32, 2 times in bfloat16).
+FILL = {"fma": 0.63, "dot": 0.35}
+LONE_BLOCKS = {"fma": 4, "dot": 1}
+MANY_KEYS = 1024
 
 
 @dataclass
@@ -74,9 +82,13 @@ class Kernel:
 def variant(problem: Problem, isa: Isa) -> str:
     """Which kernel runs: "amx" and "dot" for bfloat16 with pair products in hardware, else "fma".
 
+    Quantised keys are scaled as they come in, which only float32 has room for, and rings are for few queries.
+
     On Intel the dot instruction has half the rate of two float32 ones (measured: 117 against 200 GFLOP/s), so there
     it is used only if the instruction set is asked for by name.
     """
+    if problem.quantised or problem.ring_first is not None:
+        return "fma"
     if problem.dtype == "bfloat16" and isa.has_amx:
         return "amx"
     if (
@@ -108,7 +120,7 @@ def decode_kernel(isa: Isa, compute: Type) -> int:
 
 
 def run_forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of any Problem without quantised pages."""
+    """(out, lse) of any Problem."""
     plan = _plan(problem, operands)
     out, lse = _outputs(plan.call, operands)
     for launch in plan.launches:
@@ -129,7 +141,8 @@ def _plan(problem: Problem, o: Operands) -> Plan:
         None if t is None else t.numpy().tobytes() for t in (o.cu_seqlens_q, o.cu_seqlens_kv, o.seqlens_q, o.seqlens_kv)
     )
     table = None if o.page_table is None else o.page_table.stride()
-    strides = (o.q.stride(), o.k.stride(), o.v.stride(), table)
+    scales = None if o.k_scale is None or o.v_scale is None else (o.k_scale.stride(), o.v_scale.stride())
+    strides = (o.q.stride(), o.k.stride(), o.v.stride(), table, scales)
     key = (problem, o.q.shape[0], strides, lengths, torch.get_num_threads(), config.cpu_isa())
     plan = _plans.get(key)
     if plan is None:
@@ -140,13 +153,30 @@ def _plan(problem: Problem, o: Operands) -> Plan:
     return plan
 
 
+def for_few(call: Call, kind: str, block_q: int) -> NDArray[np.bool_]:
+    """Which sequences go to the kernel for few queries; the Problem and lengths alone say so, never the threads.
+
+    With batch_invariant no sequence's companions count either.
+    """
+    p = call.problem
+    few = call.q_len * p.group <= (FEW_ROWS if p.group <= FEW_ROWS else decode.MAX_ROWS)
+    if kind not in FILL or p.group > decode.MAX_ROWS:
+        return few
+    blocks, many = -(-call.q_len // block_q), call.kv_len >= MANY_KEYS
+    few |= many & (call.q_len <= FILL[kind] * block_q * blocks)
+    lone = int(blocks[~few].sum()) * p.num_heads_q <= LONE_BLOCKS[kind]
+    return few | many if lone and not p.batch_invariant else few
+
+
 def _make_plan(problem: Problem, operands: Operands) -> Plan:
     isa, compute = host_isa(), compute_type(problem)
     call = Call(problem, operands)
     plan = Plan(call, [])
-    few = call.q_len * problem.group <= (FEW_ROWS if problem.group <= FEW_ROWS else decode.MAX_ROWS)
+    kind = variant(problem, isa)
+    block = blocking(isa.lanes32, compute) if kind == "fma" else forward_half.BLOCK
+    few = for_few(call, kind, block.lanes * block.vectors)
     if not few.all():
-        chosen = kernel(isa, compute, variant(problem, isa))
+        chosen = kernel(isa, compute, kind)
         tasks = forward_tasks.tasks(call, chosen.block, ~few)
         layout = chosen.layout(problem.head_dim, problem.head_dim_v)
         _add(plan, _Target(chosen.address, FORWARD, geometry(chosen.block), layout), tasks, isa)
@@ -209,6 +239,8 @@ def _execute(plan: Plan, launch: Launch, o: Operands, out: Tensor, lse: Tensor) 
         buffer[at["sink"]] = sink.data_ptr()
     if o.page_table is not None:
         buffer[at["pages"]] = o.page_table.data_ptr()
+    if o.k_scale is not None and o.v_scale is not None:
+        buffer[at["k_scale"]], buffer[at["v_scale"]] = o.k_scale.data_ptr(), o.v_scale.data_ptr()
     if launch.blocks:
         done = np.zeros(launch.blocks, np.int64)
         buffer[at["done"]] = done.ctypes.data
@@ -247,6 +279,14 @@ def _put_strides(params: NDArray[np.int64], names: Params, call: Call) -> None:
         for name, t in (("k", o.k), ("v", o.v)):
             params[at[f"{name}_page"]], params[at[f"{name}_b"]] = byte_strides(t)[0], 0
         params[at["pages_b"]], params[at["page_size"]] = byte_strides(o.page_table)[0], p.page_size
+    params[at["kv_dtype"]] = dtype_code(o.k)
+    if p.ring_first is not None:
+        params[at["ring_first"]], params[at["ring"]] = p.ring_first, o.k.shape[1] - p.ring_first
+    axes = ("b", "n", "h") if o.page_table is None else ("page", "n", "h")
+    for name, t in (("k_scale", o.k_scale), ("v_scale", o.v_scale)):
+        strides = [] if t is None else byte_strides(t)
+        for axis, stride in zip(reversed(axes), reversed(strides), strict=False):
+            params[at[f"{name}_{axis}"]] = stride
 
 
 def _put_output_strides(buffer: Any, at: dict[str, int], ragged: bool, out: Tensor, lse: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kilat.backends.cpu import user
 from kilat.backends.cpu.emit import F32, F64, Type
-from kilat.backends.cpu.layout import COMMON, DTYPE_CODES, SEQ, Geometry
+from kilat.backends.cpu.layout import COMMON, DTYPE_CODES, QUANTISED_CODES, SEQ, Geometry
 from kilat.backends.cpu.params import float_bits
 from kilat.masks import core as masks
 from kilat.scores import Alibi, Bias, Score, Softcap
@@ -37,7 +37,8 @@ def torch_compute(problem: Problem) -> torch.dtype:
 
 def dtype_code(t: Tensor) -> int:
     """How kernels are told the type of a tensor's elements."""
-    return DTYPE_CODES[str(t.dtype).removeprefix("torch.")]
+    name = str(t.dtype).removeprefix("torch.")
+    return QUANTISED_CODES[name] if name in QUANTISED_CODES else DTYPE_CODES[name]
 
 
 def byte_strides(t: Tensor) -> list[int]:

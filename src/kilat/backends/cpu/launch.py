@@ -17,8 +17,6 @@ def unsupported(problem: Problem) -> list[str]:
     reasons: list[str] = []
     if not problem.device.startswith("cpu"):
         reasons.append(f"device={problem.device}: runs on the CPU only")
-    if problem.quantised:
-        reasons.append("k_scale, v_scale: quantised pages are not implemented")
     if max(problem.head_dim, problem.head_dim_v) > 512 and problem.layout != "cached":
         reasons.append(f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}: at most 512")
     return reasons

@@ -53,11 +53,23 @@ COMMON = (
     "keep_j",
 )
 
+# The type of stored keys and values; where the scales of quantised ones lie, by strides as for the tokens (of one scale
+# a head, all but the head's are 0); of a ring the first tokens, which stay, and the slots of the others (0: no ring).
+CACHE = (
+    "kv_dtype",
+    "ring_first",
+    "ring",
+    *("k_scale", "k_scale_b", "k_scale_n", "k_scale_h", "k_scale_page"),
+    *("v_scale", "v_scale_b", "v_scale_n", "v_scale_h", "v_scale_page"),
+)
+
 # One record a sequence: where its tokens start (ragged), its lengths, its mask bounds.
 # bounds points to int32 [n_intervals][2][q_len]: start and stop of the visible keys of each query.
 SEQ = ("q_token", "kv_token", "q_len", "kv_len", "bounds")
 
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
+# Keys and values of a cache may be stored in these too, with scales.
+QUANTISED_CODES = {"float8_e4m3fn": 4, "int8": 5}
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,19 @@ def widen(f: Function, bits: Value, half: Type, isa: Isa) -> Value:
     return f.bitcast(f.select(magnitude >= 31 << 23, special, number) | ((x & 0x8000) << 16), t)
 
 
+def widen_fp8(f: Function, bits: Value) -> Value:
+    """I8 lanes that hold float8_e4m3fn as F32, exactly and without denormals on the way, which a CPU may flush."""
+    t, integer = bits.type.like(F32), bits.type.like(I32)
+    x = f.cast("zext", bits, integer)
+    magnitude = x & 0x7F
+    # Exponents have bias 7 where F32 has 127. A denormal m 2^-9 is (1 + m / 8) 2^-6 less 2^-6.
+    denormal = magnitude < 8
+    bias = f.select(denormal, f.const(121 << 23, integer), 120 << 23)
+    number = f.bitcast((magnitude << 20) + bias, t) - f.select(denormal, f.const(2.0**-6, t), 0.0)
+    nan = f.select(magnitude.eq(0x7F), f.const(0x7FC00000, integer), f.bitcast(number, integer))
+    return f.bitcast(nan | ((x & 0x80) << 24), t)
+
+
 def narrow(f: Function, x: Value, half: Type, isa: Isa) -> Value:
     """F32 lanes rounded to the nearest `half` (F16 or BF16), ties to even, as I16 lanes; NaN stays NaN.
 
