@@ -111,6 +111,30 @@ class Dropout(NamedTuple):
     offset: Any
 
 
+class Quantised(NamedTuple):
+    """Scales of stored keys and values: number x at a token and head stands for x times its scale."""
+
+    k: Rows | None  # float32; strides of batch and row are 0 where a head has one scale
+    v: Rows | None
+
+
+class Split(NamedTuple):
+    """How the decode kernel cuts the keys of a tile of rows into parts; `opaque` numbers."""
+
+    programs: Any  # no more parts than give each kv head's share of so many programs, beside one a tile
+    least: Any  # blocks of keys in a part, if there are so many
+    most: Any  # parts of a tile
+
+
+class Parts(NamedTuple):
+    """Results of parts of keys, by slot: slot n of kv head h is number n * heads_kv + h."""
+
+    out: Any  # float32 [slots, block_rows, columns], or None: nothing is split
+    lse: Any  # float32 [slots, block_rows]
+    table: Any  # int32 [batch + 1, 2]: a sequence's first slot n, and the parts of each of its tiles
+    slots: Any  # `opaque`
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a kernel is compiled for, beside the types of its arguments and its tile sizes.
