@@ -170,7 +170,8 @@ def _split(p: Problem, chosen: DecodeConfig, tiles: int, programs: int) -> tuple
     elif tiles * p.num_heads_kv >= 8 * programs:  # enough to do without
         most = 1
     most = max(min(most, -(-blocks // least)), 1)
-    per_head = min(tiles * most, tiles + programs // p.num_heads_kv + 1)
+    # each tile has less than a part more than its share of `programs`
+    per_head = min(tiles * most, tiles + programs // p.num_heads_kv)
     return Split(opaque(programs), opaque(least), opaque(most)), per_head
 
 
