@@ -146,6 +146,20 @@ def test_quantised(stored: torch.dtype, dtype: str, by_token: bool, layout: str,
     accuracy.expected(problem, exact).check({"out": out, "lse": lse})
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+def test_quantised_values_inside_the_keys(by_token: bool) -> None:
+    """Values that are a part of the keys have their scales."""
+    case = replace(BASE, heads=(3, 1), batch=2, seqlen=(1, 96), head_dim=40, head_dim_v=32, dtype="float32")
+    problem, op = build(replace(case, lengths_kv=(70, 33))).core()
+    scale = torch.full(op.k.shape[:3] if by_token else (1,), 0.03)
+    k = _stored(op.k, scale, INT8)
+    exact = k.double() * scale[..., None]
+    exact = replace(op, k=exact, v=exact[..., :32])
+    given = replace(op, k=k, v=k[..., :32], k_scale=scale)
+    out, lse = BACKEND.forward(replace(problem, quantised=True, memo={}), given)
+    accuracy.expected(problem, exact).check({"out": out, "lse": lse})
+
+
 @triton.jit
 def _numbers_kernel(bits: Any, out: Any, STORED: tl.constexpr) -> None:
     n = tl.arange(0, 256)

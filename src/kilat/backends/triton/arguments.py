@@ -129,10 +129,11 @@ class Split(NamedTuple):
 class Parts(NamedTuple):
     """Results of parts of keys, by slot: slot n of kv head h is number n * heads_kv + h."""
 
-    out: Any  # float32 [slots, block_rows, columns], or None: nothing is split
-    lse: Any  # float32 [slots, block_rows]
+    out: Any  # float32 [slots, rows, columns], or None: nothing is split
+    lse: Any  # float32 [slots, rows]
     table: Any  # int32 [batch + 1, 2]: a sequence's first slot n, and the parts of each of its tiles
-    slots: Any  # `opaque`
+    slots: Any  # `opaque`, as the next
+    rows: Any  # of a tile that are of use
 
 
 @dataclass(frozen=True)

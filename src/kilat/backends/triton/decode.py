@@ -43,7 +43,8 @@ def step(state, q, kv, j0, i, seen, at, args, spec: tl.constexpr, FORM: tl.const
     """One block of keys: (acc, m, l) after it; m is the largest s so far, l sums exp(s - m) and acc exp(s - m) v.
 
     kv: k, v, their bases, scale (with k's, if a head has one), scales. seen: (first, end) of the keys that an affine
-    mask shows to some row. FORM: (block_kv, page, whether v is a part of k, how k and v are stored, scales of tokens).
+    mask shows to some row. FORM: (block_kv, page, whether v is a part of k, how both are stored, whether k's scales are
+    those of tokens, whether v's are).
     """
     acc, m, l = state
     k, v, k_base, v_base, scale, quantised, h_kv = kv
@@ -82,7 +83,7 @@ def step(state, q, kv, j0, i, seen, at, args, spec: tl.constexpr, FORM: tl.const
     p = tl.exp2((s - shift[:, None]) * LOG2E)  # [block_rows, block_kv]
     alpha = tl.exp2((m - shift) * LOG2E)  # [block_rows]
     l = l * alpha + tl.sum(p, 1)
-    if FORM[4]:
+    if FORM[5]:
         p = p * token_scales(quantised.v, at[0], h_kv, at_j, live, FORM[1], MASKED)[None, :]
     acc = dot_nn(p.to(q[0].dtype), v_tile, scale_tile(acc, alpha), spec)
     return acc, m_new, l
@@ -174,11 +175,10 @@ def decode_kernel(
         )
         scale = numbers.scale
         v_scale = 1.0
-        if not FORM[4]:
-            if quantised.k is not None:
-                scale = scale * tl.load(quantised.k.ptr + h_kv * quantised.k.head)
-            if quantised.v is not None:
-                v_scale = tl.load(quantised.v.ptr + h_kv * quantised.v.head)
+        if quantised.k is not None and not FORM[4]:
+            scale = scale * tl.load(quantised.k.ptr + h_kv * quantised.k.head)
+        if quantised.v is not None and not FORM[5]:
+            v_scale = tl.load(quantised.v.ptr + h_kv * quantised.v.head)
         if spec.scaling == "q":  # float32
             q_tile = scale_tile(q_tile, tl.full([BLOCK_ROWS], 1.0, tl.float32) * scale)
         b_stored = b * 0 if FORM[1] > 0 else b  # pages belong to no sequence
@@ -217,7 +217,7 @@ def decode_kernel(
             if of_tile > 1:
                 total = tl.where(l == 0.0, 1.0, l)
                 acc = scale_tile(acc, v_scale / total)
-                slot = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+                slot = tl.program_id(0).to(tl.int64) * plain(parts.rows) + tl.arange(0, BLOCK_ROWS)
                 written = i < q_len
                 for n in tl.static_range(len(spec.pieces_v)):
                     column = spec.pieces_v[0] * n + tl.arange(0, spec.pieces_v[n])[None, :]
@@ -282,7 +282,7 @@ def merge_kernel(
         for start in tl.range(0, of_tile, CHUNK):
             slot = (first + start + n) * heads_kv + h // seqs.group
             live = (start + n < of_tile) & (slot >= 0) & (slot < slots)
-            where = slot.to(tl.int64) * BLOCK_ROWS + r % BLOCK_ROWS
+            where = slot.to(tl.int64) * plain(parts.rows) + r % BLOCK_ROWS
             top = tl.maximum(top, tl.load(parts.lse + where, mask=live, other=float("-inf")))
         m = tl.max(top, 0)
         shift = tl.where(m == float("-inf"), 0.0, m)
@@ -292,7 +292,7 @@ def merge_kernel(
         for start in tl.range(0, of_tile, CHUNK):
             slot = (first + start + n) * heads_kv + h // seqs.group
             live = (start + n < of_tile) & (slot >= 0) & (slot < slots)
-            where = slot.to(tl.int64) * BLOCK_ROWS + r % BLOCK_ROWS
+            where = slot.to(tl.int64) * plain(parts.rows) + r % BLOCK_ROWS
             weight = tl.exp2((tl.load(parts.lse + where, mask=live, other=float("-inf")) - shift) * LOG2E)
             shown = (weight > 0.0)[:, None] & (column[None, :] < spec.head_dim_v)
             part = tl.load(parts.out + where[:, None] * COLUMNS + column[None, :], mask=shown, other=0.0)

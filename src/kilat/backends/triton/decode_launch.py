@@ -29,7 +29,7 @@ FEW_ROWS = 64
 FORWARD_ROWS = 128
 """Queries of the forward's largest tiles."""
 
-INVARIANT_KEYS, INVARIANT_PARTS = 1024, 32
+INVARIANT_KEYS, INVARIANT_PARTS = 1024, 16
 """Under batch_invariant=True: keys of a part, if that does not make more parts."""
 
 ANY = 2**30
@@ -50,6 +50,7 @@ class Shape(NamedTuple):
     merged: bool
     batch: int  # BATCH of the kernel
     page: int
+    rows: int  # of a tile that are of use
     columns: int
 
     @property
@@ -97,19 +98,20 @@ def decode(problem: Problem, operands: Operands, out: Tensor, lse: Tensor, capab
     if not shape.per_head or not heads:
         return
     chosen, slots = shape.chosen, shape.per_head * heads
-    parts, device = Parts(None, None, None, opaque(slots)), o.q.device
+    parts, device = Parts(None, None, None, opaque(slots), opaque(shape.rows)), o.q.device
     if shape.merged:
-        parts = Parts(
-            torch.empty((slots, chosen.block_rows, shape.columns), dtype=torch.float32, device=device),
-            torch.empty((slots, chosen.block_rows), dtype=torch.float32, device=device),
-            torch.empty((problem.batch + 1, 2), dtype=torch.int32, device=device),
-            opaque(slots),
+        parts = parts._replace(
+            out=torch.empty((slots, shape.rows, shape.columns), dtype=torch.float32, device=device),
+            lse=torch.empty((slots, shape.rows), dtype=torch.float32, device=device),
+            table=torch.empty((problem.batch + 1, 2), dtype=torch.int32, device=device),
         )
-    by_token = o.k_scale is not None and o.k_scale.dim() > 1
-    form = (chosen.block_kv, shape.page, shared, _stored(o.k, capability), by_token)
+    # values that are a part of the keys have the keys' scales, unless they have their own
+    v_scale = o.k_scale if o.v_scale is None and o.v.data_ptr() == o.k.data_ptr() else o.v_scale
+    by_token = [scale is not None and scale.dim() > 1 for scale in (o.k_scale, v_scale)]
+    form = (chosen.block_kv, shape.page, shared, _stored(o.k, capability), *by_token)
     seqs, mask, scores, _, numbers, sink, _ = args
     tensors = (rows(o.q), rows(_bytes(o.k)), rows(_bytes(o.v)), rows(out), lse)
-    scales = Quantised(_scales(o.k_scale), _scales(o.v_scale))
+    scales = Quantised(_scales(o.k_scale), _scales(v_scale))
     rest = (scales, parts, shape.split, seqs, mask, scores, numbers, sink, shape.spec)
     with on_device(o.q):
         start(
@@ -149,12 +151,13 @@ def _shape(problem: Problem, o: Operands, args: Arguments, shared: bool, capabil
         tiles = p.seqlen_q * p.group // chosen.block_rows + p.batch + 1 if p.seqlen_q else 0
     else:
         tiles = p.batch * -(-p.seqlen_q * p.group // chosen.block_rows)
+    used = chosen.block_rows if ragged else min(chosen.block_rows, p.seqlen_q * p.group)
     split, per_head = _split(p, chosen, tiles, processors(o.q) * chosen.programs)
     page = p.page_size if p.page_size >= 16 and not p.page_size & (p.page_size - 1) else min(p.page_size, 1)
     batch = 16
     while batch <= p.batch:
         batch *= 8
-    found = Shape(spec, chosen, split, per_head, per_head > tiles, batch, page, columns)
+    found = Shape(spec, chosen, split, per_head, per_head > tiles, batch, page, used, columns)
     problem.memo[key] = found
     return found
 

@@ -43,13 +43,15 @@ def decode_config(rows: Rows, capability: tuple[int, int] | None) -> DecodeConfi
     if rows.compute == 4:  # products on the vector units: operands stay in registers
         return DecodeConfig(16, 16, 8, 2, 2, 256)
     need = rows.group * max(rows.seqlen_q, 1)
-    most = 32 if rows.columns_v > 256 else 64
+    large = capability is not None and capability[0] in LARGE
+    most = 64 if rows.columns_v <= 256 else 32 if large else 16  # by registers; by shared memory
     block_rows = min(16 if need <= 16 else 32 if need <= 32 else 64, most)
     columns = rows.columns + (0 if rows.shared else rows.columns_v)
     # numbers of one byte take as many registers when they are widened
     fits = STAGE // (columns * max(rows.itemsize, 2))
     block_kv = 1 << max(4, min(7, fits.bit_length() - 1))
-    num_warps = 8 if rows.columns_v > 256 or block_rows * rows.columns_v >= 64 * 256 else 4
+    # sums of products in 64 registers a thread; tiles that `wgmma` does not multiply take more beside them
+    num_warps = 8 if rows.columns_v > 256 or block_rows * rows.columns_v >= 64 * (256 if large else 128) else 4
     return DecodeConfig(block_rows, block_kv, num_warps, _stages(rows, block_rows, capability), 3, 256)
 
 
