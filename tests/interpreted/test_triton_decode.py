@@ -18,6 +18,7 @@ from torch import Tensor
 import kilat
 from kilat import accuracy
 from kilat.backends.triton import BACKEND, decode_launch, launch
+from kilat.backends.triton.arguments import Form
 from kilat.backends.triton.tiles_decode import number_of
 from kilat.masks.ranges import visible
 
@@ -161,15 +162,15 @@ def test_quantised_values_inside_the_keys(by_token: bool) -> None:
 
 
 @triton.jit
-def _numbers_kernel(bits: Any, out: Any, STORED: tl.constexpr) -> None:
+def _numbers_kernel(bits: Any, out: Any, FORM: tl.constexpr) -> None:
     n = tl.arange(0, 256)
-    tl.store(out + n, number_of(tl.load(bits + n), STORED).to(tl.float32))
+    tl.store(out + n, number_of(tl.load(bits + n), FORM).to(tl.float32))
 
 
 @pytest.mark.parametrize("stored", ["e4m3", "e4m3 bits"])
-def test_every_e4m3_number(stored: str) -> None:
+def test_every_e4m3_number(stored: Any) -> None:
     bits, out = torch.arange(256).to(torch.uint8), torch.empty(256)
-    _numbers_kernel[(1,)](bits, out, stored)
+    _numbers_kernel[(1,)](bits, out, Form(16, 0, False, stored, False, False))
     wanted = bits.view(torch.float8_e4m3fn).float()
     if stored == "e4m3":  # the interpreter knows no NaN of that type
         out, wanted = out[~wanted.isnan()], wanted[~wanted.isnan()]

@@ -189,6 +189,18 @@ class Spec:
         return f"Spec_{self.digest}"
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a decode kernel is compiled for beside the `Spec`: how it takes keys, and how they are stored."""
+
+    block_kv: int
+    page: int  # keys of a page; 0: there are none, 1: a size that is not compiled in
+    shared: bool  # v is a part of k
+    stored: Literal["", "int8", "e4m3", "e4m3 bits"]  # "": in q's type; the last: the GPU does not know that type
+    k_by_token: bool  # whether k's scales are those of tokens
+    v_by_token: bool
+
+
 class Arguments(NamedTuple):
     """All that a kernel is handed beside q, k, v and what it writes."""
 

@@ -43,13 +43,12 @@ def step(state, q, kv, j0, i, seen, at, args, spec: tl.constexpr, FORM: tl.const
     """One block of keys: (acc, m, l) after it; m is the largest s so far, l sums exp(s - m) and acc exp(s - m) v.
 
     kv: k, v, their bases, scale (with k's, if a head has one), scales. seen: (first, end) of the keys that an affine
-    mask shows to some row. FORM: (block_kv, page, whether v is a part of k, how both are stored, whether k's scales are
-    those of tokens, whether v's are).
+    mask shows to some row.
     """
     acc, m, l = state
     k, v, k_base, v_base, scale, quantised, h_kv = kv
     seqs, mask, scores, numbers = args
-    j = j0 + tl.arange(0, FORM[0])
+    j = j0 + tl.arange(0, FORM.block_kv)
     live = j < at[4]
     if MASKED:
         shown = visible(mask, numbers, i[:, None], j[None, :], at, spec)  # [block_rows, block_kv]
@@ -57,34 +56,34 @@ def step(state, q, kv, j0, i, seen, at, args, spec: tl.constexpr, FORM: tl.const
             live = live & (tl.max(shown.to(tl.int32), 0) > 0)
         else:
             live = live & (j >= seen[0]) & (j < seen[1])
-    if FORM[1] == 0:
+    if FORM.page == 0:
         at_j = j0
     else:
-        at_j = places(seqs, at[0], j, live, FORM[1], MASKED)
-    k_stored = stored(k, k_base, at_j, live, spec, False, FORM[1], MASKED)  # [block_kv, head_dim]
-    k_tile = widened(k_stored, FORM[3], q[0].dtype)
+        at_j = places(seqs, at[0], j, live, FORM.page, MASKED)
+    k_stored = stored(k, k_base, at_j, live, spec, False, FORM.page, MASKED)  # [block_kv, head_dim]
+    k_tile = widened(k_stored, FORM, q[0].dtype)
     s = dot_nt(q, k_tile, spec)  # [block_rows, block_kv]
     if spec.scaling == "s":
         s = s * scale
-    if FORM[4]:
-        s = s * token_scales(quantised.k, at[0], h_kv, at_j, live, FORM[1], MASKED)[None, :]
+    if FORM.k_by_token:
+        s = s * token_scales(quantised.k, at[0], h_kv, at_j, live, FORM.page, MASKED)[None, :]
     s = modify_scores(s, scores, numbers, i[:, None], j[None, :], at, spec, len(spec.users))
     if MASKED:
         s = tl.where(shown, s, float("-inf"))
-    if FORM[2]:
+    if FORM.shared:
         v_tile = (k_tile[0],)
         if len(spec.pieces_v) == 2:
             v_tile = k_tile
     else:
-        v_stored = stored(v, v_base, at_j, live, spec, True, FORM[1], MASKED)  # [block_kv, head_dim_v]
-        v_tile = widened(v_stored, FORM[3], q[0].dtype)
+        v_stored = stored(v, v_base, at_j, live, spec, True, FORM.page, MASKED)  # [block_kv, head_dim_v]
+        v_tile = widened(v_stored, FORM, q[0].dtype)
     m_new = tl.maximum(m, tl.max(s, 1))  # [block_rows]
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: no inf - inf
     p = tl.exp2((s - shift[:, None]) * LOG2E)  # [block_rows, block_kv]
     alpha = tl.exp2((m - shift) * LOG2E)  # [block_rows]
     l = l * alpha + tl.sum(p, 1)
-    if FORM[5]:
-        p = p * token_scales(quantised.v, at[0], h_kv, at_j, live, FORM[1], MASKED)[None, :]
+    if FORM.v_by_token:
+        p = p * token_scales(quantised.v, at[0], h_kv, at_j, live, FORM.page, MASKED)[None, :]
     acc = dot_nn(p.to(q[0].dtype), v_tile, scale_tile(acc, alpha), spec)
     return acc, m_new, l
 
@@ -98,7 +97,7 @@ def walk(state, q, kv, blocks, part, i, at, args, spec: tl.constexpr, FORM: tl.c
     visited, interval = blocks
     lo, n, lo_2, _ = visited
     _, full_lo, full_hi, hi, seen_lo = interval
-    BLOCK_KV: tl.constexpr = FORM[0]
+    BLOCK_KV: tl.constexpr = FORM.block_kv
     seen = (seen_lo, hi)
     if spec.by_entry or spec.intervals == 2:
         for t in tl.range(part[0], part[1]):
@@ -154,12 +153,12 @@ def decode_kernel(
 ):
     """One part of the keys of a tile of rows: out and lse if it is the only one, else a slot of `parts`.
 
-    Grid: `decode_launch.Shape.per_head` times heads_kv; BATCH > batch; COLUMNS = sum(pieces_v); FORM as in `step`.
+    Grid: `decode_launch.Shape.per_head` times heads_kv; BATCH > batch; COLUMNS = sum(pieces_v); FORM: `arguments.Form`.
     """
     heads_kv = plain(seqs.heads_q) // seqs.group
     h_kv = tl.program_id(0) % heads_kv
     number = tl.program_id(0) // heads_kv
-    programs, parts_of, end = shares(seqs, mask, numbers, split, spec, BLOCK_ROWS, FORM[0], BATCH)
+    programs, parts_of, end = shares(seqs, mask, numbers, split, spec, BLOCK_ROWS, FORM.block_kv, BATCH)
     if number < tl.max(end, 0):
         b, first_slot, of_tile, tile, part = find_part(number, programs, parts_of, end)
         q_first, q_len = query_span(seqs, b)
@@ -175,18 +174,18 @@ def decode_kernel(
         )
         scale = numbers.scale
         v_scale = 1.0
-        if quantised.k is not None and not FORM[4]:
+        if quantised.k is not None and not FORM.k_by_token:
             scale = scale * tl.load(quantised.k.ptr + h_kv * quantised.k.head)
-        if quantised.v is not None and not FORM[5]:
+        if quantised.v is not None and not FORM.v_by_token:
             v_scale = tl.load(quantised.v.ptr + h_kv * quantised.v.head)
         if spec.scaling == "q":  # float32
             q_tile = scale_tile(q_tile, tl.full([BLOCK_ROWS], 1.0, tl.float32) * scale)
-        b_stored = b * 0 if FORM[1] > 0 else b  # pages belong to no sequence
+        b_stored = b * 0 if FORM.page > 0 else b  # pages belong to no sequence
         k_base = row_base(k, b_stored, kv_first, h_kv)
         v_base = row_base(v, b_stored, kv_first, h_kv)
         kv = (k, v, k_base, v_base, scale, quantised, h_kv)
         i_last = tl.minimum((first_row + BLOCK_ROWS - 1) // seqs.group, q_len - 1)
-        blocks = visits(mask, numbers, first_row // seqs.group, i_last, at, spec, FORM[0])
+        blocks = visits(mask, numbers, first_row // seqs.group, i_last, at, spec, FORM.block_kv)
         steps = blocks[0][1] + blocks[0][3]
         share = (steps + of_tile - 1) // of_tile
         mine = (tl.minimum(part * share, steps), tl.minimum((part + 1) * share, steps))

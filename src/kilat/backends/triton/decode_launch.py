@@ -9,7 +9,7 @@ import torch
 
 from kilat import config
 from kilat.backends.triton.adapt import adapt, opaque, query_tiles, rows
-from kilat.backends.triton.arguments import Parts, Quantised, Rows, Split
+from kilat.backends.triton.arguments import Form, Parts, Quantised, Rows, Split
 from kilat.backends.triton.decode import decode_kernel, merge_kernel
 from kilat.backends.triton.heuristics_decode import INTERPRETED, DecodeConfig, decode_config
 from kilat.backends.triton.heuristics_decode import Rows as Tile
@@ -108,7 +108,7 @@ def decode(problem: Problem, operands: Operands, out: Tensor, lse: Tensor, capab
     # values that are a part of the keys have the keys' scales, unless they have their own
     v_scale = o.k_scale if o.v_scale is None and o.v.data_ptr() == o.k.data_ptr() else o.v_scale
     by_token = [scale is not None and scale.dim() > 1 for scale in (o.k_scale, v_scale)]
-    form = (chosen.block_kv, shape.page, shared, _stored(o.k, capability), *by_token)
+    form = Form(chosen.block_kv, shape.page, shared, _stored(o.k, capability), *by_token)
     seqs, mask, scores, _, numbers, sink, _ = args
     tensors = (rows(o.q), rows(_bytes(o.k)), rows(_bytes(o.v)), rows(out), lse)
     scales = Quantised(_scales(o.k_scale), _scales(v_scale))
@@ -184,8 +184,8 @@ def _shared(o: Operands, spec: Spec) -> bool:
     return same and spec.pieces[: len(spec.pieces_v)] == spec.pieces_v
 
 
-def _stored(x: Tensor, capability: tuple[int, int] | None) -> str:
-    """How the kernel reads stored numbers: see `tiles_decode.widened`."""
+def _stored(x: Tensor, capability: tuple[int, int] | None) -> Any:
+    """`Form.stored`."""
     if x.dtype == torch.float8_e4m3fn:
         return "e4m3 bits" if capability is not None and capability < KNOWS_E4M3 else "e4m3"
     return "int8" if x.dtype == torch.int8 else ""

@@ -119,11 +119,13 @@ def token_scales(x, b, h, at_j, live, PAGE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def number_of(x, STORED: tl.constexpr):
+def number_of(x, FORM: tl.constexpr):
     """The numbers that stored bytes stand for; all of them are exact in every type of q."""
-    if STORED == "e4m3":
+    if FORM.stored == "e4m3":
         return x.to(tl.float8e4nv, bitcast=True)
-    elif STORED == "e4m3 bits":  # where the GPU knows no such type: exponent and mantissa moved, the bias by a product
+    elif (
+        FORM.stored == "e4m3 bits"
+    ):  # where the GPU knows no such type: exponent and mantissa moved, the bias by a product
         bits = x.to(tl.uint32)
         size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0  # 2^120
         size = tl.where((bits & 0x7F) == 0x7F, float("nan"), size)
@@ -133,12 +135,12 @@ def number_of(x, STORED: tl.constexpr):
 
 
 @triton.jit
-def widened(tile, STORED: tl.constexpr, like):
-    """A tuple of tiles in the type `like`; STORED: "" as they are, "int8", "e4m3", "e4m3 bits"."""
-    if STORED == "":
+def widened(tile, FORM: tl.constexpr, like):
+    """A tuple of tiles in the type `like`."""
+    if FORM.stored == "":
         return tile
     else:
-        wide = (number_of(tile[0], STORED).to(like),)
+        wide = (number_of(tile[0], FORM).to(like),)
         if len(tile) == 2:
-            wide = (wide[0], number_of(tile[1], STORED).to(like))
+            wide = (wide[0], number_of(tile[1], FORM).to(like))
         return wide
