@@ -29,6 +29,32 @@ FORWARD = {
 """Forward configurations."""
 
 
+def _decode(name: str, **more: Any) -> Case:
+    """One new token a sequence, whose query heads share a tile."""
+    base = Case(name, "cached", heads=(8, 2), seqlen=(1, 8192), lengths_kv=(8192, 77), mask="causal")
+    return replace(base, **{"dtype": "bfloat16", "head_dim": 128, **more})
+
+
+MLA = {"layout": "paged", "seqlen": (1, 512), "lengths_kv": (512, 33), "head_dim": 576, "head_dim_v": 512}
+
+DECODE = {
+    "decode d64": _decode("d64", head_dim=64),
+    "decode d128": _decode("d128"),
+    "decode d128 page 16": _decode("page", layout="paged", page_size=16),
+    "decode d128 page 3": _decode("page", layout="paged", page_size=3, seqlen=(1, 300), lengths_kv=(300, 77)),
+    "decode d128 16 queries": _decode("queries", seqlen=(16, 8192)),
+    "decode d128 e4m3": _decode("e4m3"),
+    "decode d128 int8": _decode("int8"),
+    "decode d128 first": _decode("first", layout="paged", mask="window_first", page_size=64),
+    "decode d128 float32": _decode("float32", dtype="float32"),
+    "decode d256 window": _decode("window", head_dim=256, mask="window_left"),
+    "decode MLA 16 heads": _decode("mla", heads=(16, 1), page_size=64, **MLA),
+    "decode MLA 128 heads": _decode("mla", heads=(128, 1), page_size=64, **MLA),
+}
+"""Decode configurations; those named MLA read the values from the keys, those named after a type store that."""
+
+STORED = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
 BACKWARD = {
     "backward d64 causal": FORWARD["d64 causal"],
     "backward d128 full": FORWARD["d128 full"],
@@ -46,15 +72,18 @@ EVERYWHERE = ("backward d64 causal", "backward d128 full")
 
 FEW_ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
 
+DECODE_ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+
 PAIRS = [
     (name, architecture)
     for name in (*FORWARD, *BACKWARD)
     for architecture in (ARCHITECTURES if name in (*FORWARD, *EVERYWHERE) else FEW_ARCHITECTURES)
-]
+] + [(name, architecture) for name in DECODE for architecture in DECODE_ARCHITECTURES]
 """Everything that is compiled."""
 
 SAMPLE = [
     *((name, "sm_90") for name in ("d64 causal", "backward d128 bias keep", "backward d64 table")),
+    ("decode d128 page 16", "sm_90"),
     *(("d64 causal", architecture) for architecture in ARCHITECTURES if architecture != "sm_90"),
 ]
 """What is compiled under other Tritons than the pinned one: every kernel for sm_90, the others once."""
@@ -62,17 +91,35 @@ SAMPLE = [
 
 def results(name: str, architecture: str) -> dict[str, dict[str, int]]:
     """By kernel: registers, spills, shared memory and matrix instructions of a configuration."""
-    case = FORWARD.get(name) or BACKWARD[name]
-    call = build(case)
+    return {kernel: measured(made, architecture) for kernel, made in compiled(name, architecture).items()}
+
+
+def compiled(name: str, architecture: str) -> dict[str, Any]:
+    """By name, the kernels of a configuration."""
+    call = build((FORWARD | BACKWARD | DECODE)[name])
     problem, op = call.core()
+    if name in DECODE:
+        problem, op = _in_cache(name, problem, op)
     with compiling(architecture) as kernels:
-        if name in FORWARD:
+        if name not in BACKWARD:
             BACKEND.forward(problem, op)
         else:
             assert call.dout is not None
             problem = replace(problem, needs_grad=True, grad_of=frozenset(("q", "k", "v", "bias", "score_tensors")))
             BACKEND.backward(problem, op, *tensors(problem, op), call.dout, None)
-    return {kernel: measured(made, architecture) for kernel, made in kernels.items()}
+    return kernels
+
+
+def _in_cache(name: str, problem: Any, op: Any) -> tuple[Any, Any]:
+    """The call with keys and values as the configuration's name says that they are stored."""
+    if "MLA" in name:
+        op.v = op.k[..., : problem.head_dim_v]
+    stored = STORED.get(name.rpartition(" ")[2])
+    if stored is not None:
+        op.k, op.v = (x.nan_to_num(0.0).to(stored) for x in (op.k, op.v))
+        op.k_scale = op.v_scale = torch.ones(problem.num_heads_kv)
+        problem = replace(problem, quantised=True)
+    return problem, op
 
 
 def tensors(problem: Any, op: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,7 +87,9 @@ def measured(kernel: Any, architecture: str) -> dict[str, int]:
             "matrix": len(re.findall(r"\bv_mfma_", text)),
         }
     usage = _resources(kernel.asm["cubin"])
-    pattern = MATRIX_INSTRUCTIONS.get(architecture, r"mma\.sync")
+    few_rows = kernel.metadata.name == "decode_kernel"
+    pattern = r"mma\.sync" + (r"|wgmma\.mma_async|tcgen05\.mma" if few_rows else "")
+    pattern = pattern if few_rows else MATRIX_INSTRUCTIONS.get(architecture, pattern)
     return {
         "registers": _largest(r"REG:(\d+)", usage),
         "spilled": _largest(r"STACK:(\d+)", usage),

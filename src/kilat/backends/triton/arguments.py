@@ -111,6 +111,31 @@ class Dropout(NamedTuple):
     offset: Any
 
 
+class Quantised(NamedTuple):
+    """Scales of stored keys and values: number x at a token and head stands for x times its scale."""
+
+    k: Rows | None  # float32; strides of batch and row are 0 where a head has one scale
+    v: Rows | None
+
+
+class Split(NamedTuple):
+    """How the decode kernel cuts the keys of a tile of rows into parts; `opaque` numbers."""
+
+    programs: Any  # no more parts than give each kv head's share of so many programs, beside one a tile
+    least: Any  # blocks of keys in a part, if there are so many
+    most: Any  # parts of a tile
+
+
+class Parts(NamedTuple):
+    """Results of parts of keys, by slot: slot n of kv head h is number n * heads_kv + h."""
+
+    out: Any  # float32 [slots, rows, columns], or None: nothing is split
+    lse: Any  # float32 [slots, rows]
+    table: Any  # int32 [batch + 1, 2]: a sequence's first slot n, and the parts of each of its tiles
+    slots: Any  # `opaque`, as the next
+    rows: Any  # of a tile that are of use
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a kernel is compiled for, beside the types of its arguments and its tile sizes.
@@ -162,6 +187,18 @@ class Spec:
 
     def __repr__(self) -> str:  # part of Triton's cache keys
         return f"Spec_{self.digest}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a decode kernel is compiled for beside the `Spec`: how it takes keys, and how they are stored."""
+
+    block_kv: int
+    page: int  # keys of a page; 0: there are none, 1: a size that is not compiled in
+    shared: bool  # v is a part of k
+    stored: Literal["", "int8", "e4m3", "e4m3 bits"]  # "": in q's type; the last: the GPU does not know that type
+    k_by_token: bool  # whether k's scales are those of tokens
+    v_by_token: bool
 
 
 class Arguments(NamedTuple):

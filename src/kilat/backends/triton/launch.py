@@ -9,7 +9,7 @@ import torch
 from triton.runtime import cache
 
 from kilat.backends import kernel_files
-from kilat.backends.triton import tuning
+from kilat.backends.triton import decode_launch, tuning
 from kilat.backends.triton._compat import OPTIONS
 from kilat.backends.triton.adapt import adapt, query_tiles, rows
 from kilat.backends.triton.forward import forward_kernel
@@ -28,16 +28,24 @@ def forward(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse); see `Backend.forward`."""
     o, q = operands, operands.q
     out, lse = _outputs(problem, o)
-    args = adapt(problem, o)
+    if problem.layout == "cached" and decode_launch.wanted(problem, o):
+        decode_launch.decode(problem, o, out, lse, capability(q))
+    else:
+        _forward(problem, o, out, lse)
+    if o.out is not None and o.out is not out:
+        return o.out.copy_(out), lse
+    return out, lse
+
+
+def _forward(problem: Problem, o: Operands, out: Tensor, lse: Tensor) -> None:
+    """The kernel for many queries."""
+    q, args = o.q, adapt(problem, o)
     chosen = tuning.chosen("forward", problem, args, q, capability(q))
     grid = query_tiles(problem, o, chosen.block_q)
     if grid:
         tensors = (rows(q), rows(o.k), rows(o.v), rows(out), lse)
         with on_device(q):
             run(forward_kernel, grid, (*tensors, *args), chosen)
-    if o.out is not None and o.out is not out:
-        return o.out.copy_(out), lse
-    return out, lse
 
 
 def run(kernel: Any, grid: int, args: tuple[Any, ...], chosen: Config) -> None:

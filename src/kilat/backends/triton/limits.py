@@ -23,8 +23,6 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = bounds.why_not(problem.mask)
     if problem.dtype == "float64":
         reasons.append("dtype=float64: at most float32")
-    if problem.quantised:
-        reasons.append("k_scale, v_scale: quantised pages are not implemented")
     if max(problem.head_dim, problem.head_dim_v) > 512 and problem.layout != "cached":
         reasons.append(f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}: at most 512")
     return reasons + (_machine(problem.device) or _memory(problem))
