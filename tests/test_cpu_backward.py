@@ -96,7 +96,9 @@ def test_the_number_of_threads_changes_no_bit(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"sink"}, {"bias"}, {"score_tensors"}, set()], ids=str
+    "wanted",
+    [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"sink"}, {"bias"}, {"score_tensors"}, set()],
+    ids=lambda wanted: " ".join(sorted(wanted)),
 )
 def test_only_what_is_asked_for_comes_back_and_is_the_same(wanted: set[str]) -> None:
     case = replace(BY_NAME["float32-rich"], seqlen=(65, 300))

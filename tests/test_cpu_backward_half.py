@@ -91,7 +91,9 @@ def test_the_number_of_threads_changes_no_bit(name: str) -> None:
             assert helpers.same_bits(x, other[which]), which
 
 
-@pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"sink"}, set()], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"sink"}, set()], ids=lambda wanted: " ".join(sorted(wanted))
+)
 def test_only_what_is_asked_for_comes_back_and_is_the_same(wanted: set[str]) -> None:
     call = helpers.build(BY["chunks-64"])
     problem, *rest = prepared(call)
