@@ -45,23 +45,23 @@ def compiled(dim: int, dtype: str = "bfloat16", seqlen: int = 256, dim_v: int = 
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     # name: (arguments, spilled bytes in all, spill instructions in the loops of both warpgroups)
-    "wide": ({"dim": 128}, 16, 0),
-    "wide-causal": ({"dim": 128, "mask": Causal()}, 64, 8),
+    "wide": ({"dim": 128}, 32, 4),
+    "wide-causal": ({"dim": 128, "mask": Causal()}, 80, 6),
     "wide-ragged": ({"dim": 128, "mask": Causal(), "ragged": True}, 256, 16),
-    "wide-float16": ({"dim": 96, "dtype": "float16"}, 16, 0),
+    "wide-float16": ({"dim": 96, "dtype": "float16"}, 32, 4),
     # measured faster than with 12: 521 -> 538 TFLOP/s at 16k, blocks of queries downwards
     "narrow": ({"dim": 64}, 96, 4),
     "narrow-causal": ({"dim": 64, "mask": Causal()}, 160, 14),
 }
 OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
     # where another ptxas needs more: spilled bytes, spill instructions in loops
-    (3, 6): {"wide-causal": (64, 11), "wide-ragged": (256, 17)},
-    (3, 7): {"wide-ragged": (256, 25)},
+    (3, 6): {"wide-ragged": (256, 17)},
+    (3, 7): {"wide-ragged": (280, 20)},
     (3, 9): {
-        "wide": (148, 23),
-        "wide-causal": (280, 36),
-        "wide-ragged": (296, 29),
-        "wide-float16": (148, 23),
+        "wide": (164, 28),
+        "wide-causal": (280, 38),
+        "wide-ragged": (380, 28),
+        "wide-float16": (164, 28),
         "narrow": (104, 18),
         "256": (48, 11),
         "256-causal": (12, 3),
@@ -72,7 +72,7 @@ OTHERS: dict[tuple[int, int], dict[str, tuple[int, int]]] = {
         "256-deterministic": (12, 5),
     },
 }
-SERIALISED: dict[tuple[int, int], tuple[str, ...]] = {(3, 6): (), (3, 9): ("narrow-causal",)}
+SERIALISED: dict[tuple[int, int], tuple[str, ...]] = {(3, 6): (), (3, 9): ("narrow-causal", "deterministic-64")}
 """Known to fail, and asserted so that a better compiler or source is noticed."""
 
 
@@ -156,7 +156,7 @@ def test_broad_deterministic(dims: tuple[int, int]) -> None:
 def test_deterministic(dim: int) -> None:
     kernels = compiled(dim, deterministic=True, mask=Causal())
     assert kernels["backward_kernel"].reductions == 0
-    assert not kernels["backward_kernel"].serialised
+    assert kernels["backward_kernel"].serialised == (f"deterministic-{dim}" in of_version(SERIALISED))
     kernel = kernels["backward_dq_kernel"]
     assert kernel.spilled == 0
     assert not kernel.serialised

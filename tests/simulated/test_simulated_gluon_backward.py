@@ -107,22 +107,20 @@ BUGS: dict[str, tuple[Setting, Any, str, str]] = {
     "no-wait-for-q": (
         WIDE, backward_wide.turn, "mbarrier.wait(r.q_full.index(third), parity)", "pass"),
     "no-wait-for-k": (WIDE, backward_wide.consume_wide, "mbarrier.wait(r.kv_full, 0)", "pass"),
-    "no-wait-for-ds": (
-        WIDE, backward_wide.turn,
-        "mbarrier.wait(r.ds_full.index(after), gl.where(third < LAG, parity ^ 1, parity))", "pass"),
     "no-turns": (WIDE_LONG, backward_wide.turn, "mbarrier.wait(r.turn.index(0), t & 1)", "pass"),
+    "no-turns-of-the-other": (
+        WIDE_LONG, backward_wide.turn, "mbarrier.wait(r.turn.index(1), (t - 1) & 1)", "pass"),
     "no-wait-for-last-ds": (
         WIDE, backward_wide.consume_wide,
-        "mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)", "pass"),
-    "no-wait-for-ds-before-the-last": (
-        Setting(128, 128), backward_wide.consume_wide,
-        "mbarrier.wait(r.ds_full.index((last - 1) % BUFFERS), ((last - 1) // BUFFERS) & 1)", "pass"),
+        "mbarrier.wait(r.turn.index(1 - W), last & 1)", "pass"),
     "wrong-phase": (
         WIDE, backward_wide.turn, "phase = (t // 2) & 1", "phase = ((t + 1) // 2) & 1"),
     "ds-arrives-early": (
-        WIDE, backward_wide.turn,
-        "r.ds.index(third * 2 + W).store(ds_half)",
-        "mbarrier.arrive(r.ds_full.index(third), count=1); r.ds.index(third * 2 + W).store(ds_half)"),
+        WIDE, backward_wide.turn, "r.ds.index(third * 2 + W).store(ds_half)",
+        "mbarrier.arrive(r.turn.index(W), count=1); r.ds.index(third * 2 + W).store(ds_half)"),
+    "ds-after-its-turn": (
+        WIDE, backward_wide.turn, "fence_async_shared()\n    mbarrier.arrive(r.turn.index(W), count=1)",
+        "fence_async_shared()"),
     "no-fence": (
         WIDE, backward_wide.turn,
         "r.ds.index(third * 2 + W).store(ds_half)\n        fence_async_shared()",

@@ -35,9 +35,9 @@ def shared_memory(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     ds = gl.allocate_shared_memory(dtype, [BUFFERS * 2 * ROWS, 64, 64], ds_layout)
     phases = barriers(1, 2 if D == 128 else 1)  # of the warpgroups' elementwise parts
-    done = phases.index(0)
+    done, ds_full = phases.index(0), phases
     if D == 64:
-        done = barriers(2, 1).index(0)
+        done, ds_full = barriers(2, 1).index(0), barriers(2, BUFFERS)
     r = Shared(
         gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout),
         gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], do_desc.layout),
@@ -53,7 +53,7 @@ def shared_memory(
         barriers(1, STAGES),
         barriers(1, 2),
         barriers(2, STAGES),
-        barriers(2, BUFFERS),
+        ds_full,
         done,
         phases.index(0),
         phases,

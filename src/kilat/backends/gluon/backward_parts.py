@@ -35,7 +35,7 @@ class Shared:
     q_full: gl.shared_memory_descriptor  # q and lse
     do_full: gl.shared_memory_descriptor  # do and delta; in the first turn v, too, unless FOREIGN
     free: gl.shared_memory_descriptor  # q and lse of a stage, and the do and delta of the same turn
-    ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half
+    ds_full: gl.shared_memory_descriptor  # both warpgroups have stored their half; below head_dim 65
     done: gl.shared_memory_descriptor  # both warpgroups have read k for the last time; below head_dim 65
     go: gl.shared_memory_descriptor  # warpgroup 0 has had its head start; below head_dim 65
     turn: gl.shared_memory_descriptor  # [2]: warpgroup w has done its elementwise part of a turn; from head_dim 65 on

@@ -4,6 +4,9 @@ A turn does dK of the turn before and dQ of two turns before (`LAG`), then S, dP
 warpgroups may drift half a turn apart and the elementwise part of one runs under the products of the other. The first
 turns, which have no dQ to do, stand outside of the loop. Only plain registers cross the loop's back edge: an
 accumulator or a register operand in flight across it makes ptxas serialise every wgmma.
+
+A warpgroup's elementwise part begins when that of the other is over (`turn`), which ends with dS in shared memory. So
+in turn t both halves of dS of turn t - 2 are there, and nobody reads that of turn t - 3 any more.
 """
 
 # pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -70,7 +73,6 @@ def turn(
         before = gl.where(third == 0, 2, third - 1)
         dk_next = warpgroup_mma(ds_operand, r.q.index(before).reshape([BM, D]), dk, is_async=True)  # [64, D]
     if HAS_DQ:
-        mbarrier.wait(r.ds_full.index(after), gl.where(third < LAG, parity ^ 1, parity))
         dq_next = dq_products(r, after, W)  # [BM, D / 2]
     mbarrier.wait(r.q_full.index(third), parity)
     s_next = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)  # [64, BM]
@@ -110,7 +112,6 @@ def turn(
     if WITH_DQ:
         r.ds.index(third * 2 + W).store(ds_half)
         fence_async_shared()
-        mbarrier.arrive(r.ds_full.index(third), count=1)
     mbarrier.arrive(r.turn.index(W), count=1)
     dv = warpgroup_mma_wait(0, deps=[dv_next])
     return ds_operand, dk, dv
@@ -158,13 +159,12 @@ def consume_wide(
     store_rows(dv, r.v.index(W), dv_desc, dv_ptr, at, seqlen_kv, heads_kv, dim_v, 0, D, FOREIGN)
     if WITH_DQ:
         if last > 0:
-            mbarrier.wait(r.ds_full.index((last - 1) % BUFFERS), ((last - 1) // BUFFERS) & 1)
             dq = warpgroup_mma_wait(0, deps=[dq_products(r, (last - 1) % BUFFERS, W)])
             tma.store_wait(0)
             cta_barrier()
             _, tile = row_and_tile(x, last - 1, BM, GROUP)
             add_dq(dq, dq_desc, r.dq.index(W), tile * 2 + W)
-        mbarrier.wait(r.ds_full.index(last % BUFFERS), (last // BUFFERS) & 1)
+        mbarrier.wait(r.turn.index(1 - W), last & 1)
         dq_next = dq_products(r, last % BUFFERS, W)  # [BM, D / 2]
         dk = warpgroup_mma_wait(2, deps=[dk_next])  # dQ is two products
     else:
