@@ -61,7 +61,7 @@ def measure(name: str, imported: bool) -> dict[str, Any]:
     def backward(leaves: Any, out: Any) -> None:
         torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    # torch's own first backward in a process takes up to two seconds (it imports sympy and more), whoever asks for it
+    # torch's own first backward in a process imports sympy and more, whoever asks for it
     mine = torch.ones(8, device="cuda", requires_grad=True)
     found["torch_backward"] = timed(lambda: torch.autograd.grad(mine * 2.0, mine, torch.ones_like(mine)))
     found["forward"] = timed(lambda: forward(*SHAPE, False))
