@@ -81,7 +81,7 @@ def cached_attention(
     names = names_of(operands)
     known = None if plan is None else plan.match(operands, names)
     if k_new is not None or v_new is not None or rotary is not None:
-        _extend(cache, (options, operands, known), k_new, v_new, rotary)
+        known = _extend(cache, (options, operands, known), k_new, v_new, rotary)
     result = run(options, operands, names, return_lse, plan=known)
     return as_numpy(result) if arrays else result
 
@@ -206,10 +206,12 @@ def _is_numpy(q: Any, cache: Any) -> bool:
     return arrays
 
 
-def _extend(cache: Cache, call: tuple[Options, Operands, Plan | None], k_new: Any, v_new: Any, rotary: Any) -> None:
+def _extend(
+    cache: Cache, call: tuple[Options, Operands, Plan | None], k_new: Any, v_new: Any, rotary: Any
+) -> Plan | None:
     """Append the queries' own keys and values, turn q and k_new; every check of the call comes before the first write.
 
-    Without k_new the cache stays as it is, and q alone is turned.
+    Without k_new the cache stays as it is, and q alone is turned. Returns the plan of the call, None for a tracer.
     """
     options, operands, found = call
     if found is None and not torch.compiler.is_compiling():
@@ -230,6 +232,7 @@ def _extend(cache: Cache, call: tuple[Options, Operands, Plan | None], k_new: An
     if new is not None:
         new.write()
         operands.seqlens_kv = cache.lengths
+    return found
 
 
 def _check_tokens(operands: Operands, k_new: Any) -> None:
