@@ -13,6 +13,7 @@ RUNS = [
     ("train_gpt.py", [], "largest difference"),
     ("long_document.py", ["--backward"], "dv: error to float64"),
     ("custom_mask.py", [], "█"),
+    ("serve.py", [], "equal token for token: 12 of 12 requests"),
 ]
 
 
@@ -38,6 +39,10 @@ def test_every_example_is_tested() -> None:
     ("name", "options", "message"),
     [
         ("train_gpt.py", ["--steps", "0"], "--steps must be at least 1; got 0"),
+        ("serve.py", ["--requests", "0"], "--requests must be at least 1; got 0"),
+        ("serve.py", ["--page-size", "0"], "--page-size must be at least 1; got 0"),
+        ("serve.py", ["--steps", "0"], "--steps must be at least 1; got 0"),
+        ("serve.py", ["--seed", "-1"], "--seed must be at least 0; got -1"),
         ("custom_mask.py", ["--save", "mask.png"], "--save must be an .svg or .txt file in an existing folder"),
         ("long_document.py", ["--heads", "0"], "sizes must be at least 1"),
         ("long_document.py", ["--json", "no/such/folder/x.json"], "--json must be a file in an existing folder"),
